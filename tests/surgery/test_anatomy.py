@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import gonio
 from bank.live import timm_models, transformers_models
 from catalog import seeded
-from gonio.errors import InvalidArgumentError
-from gonio.surgery import Attention, Part, anatomy
+from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.surgery import Attention, Part, anatomy, facts
 from surgery.anatomy_truth import TIMM, TRANSFORMERS, WITHOUT, Truth
 from surgery.net import Net
 
@@ -286,6 +286,59 @@ def test_modules_that_are_only_named_like_attention(name: str) -> None:
 def test_the_control_is_attention() -> None:
     model = MultiHeadAttention(lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v)
     assert str(anatomy(model, example=seeded(2, 5, 8)).attention[0]) == "2 heads of 4"
+
+
+class _Foreign(torch.autograd.Function):
+    """A kernel that torch does not see; tokens before heads."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, power: float) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            return ((q @ k.mT / q.shape[-1] ** power).softmax(-1) @ v).transpose(1, 2).clone()
+
+
+class Kernel(nn.Module):
+    def __init__(self, power: float = 0.5) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Foreign.apply(q, k, v, self.power)
+
+
+def _with_kernel(kernel: nn.Module) -> nn.Module:
+    layers = {name: nn.Linear(8, 8) for name in "abcd"}
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        return m.d(m.kernel(*(layer(x).unflatten(-1, (2, 4)) for layer in (m.a, m.b, m.c))).flatten(2))
+
+    return Net(compute, kernel=kernel, **layers)
+
+
+def test_a_kernel_of_your_own_is_registered_and_believed_where_it_runs_as_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facts, "_STATED", dict(facts._STATED))
+    example = seeded(2, 5, 8)
+    assert anatomy(_with_kernel(Kernel()), example=example).attention == ()
+    facts.register(
+        Kernel,
+        facts.Facts(
+            attends=lambda q, k, v: (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
+            returns=lambda y: y.transpose(1, 2),
+        ),
+    )
+    (block,) = anatomy(_with_kernel(Kernel()), example=example).attention
+    assert (str(block), words(block.query[1]), str(block.output[1])) == (
+        "2 heads of 4",
+        "a.weight[4:8]",
+        "d.weight[:, 4:8]",
+    )
+    assert anatomy(_with_kernel(Kernel(power=1.0)), example=example).attention == ()  # another function
+    model = _with_kernel(Kernel())
+    with pytest.raises(NoMatchError, match="a registered kernel computes its logits, which cannot be read"):
+        gonio.clip_qk_(model, torch.optim.SGD(model.parameters()), example=example)
 
 
 def test_what_is_not_known_is_named() -> None:

@@ -157,6 +157,8 @@ def _why_not(block: Attention, parameters: Mapping[str, nn.Parameter], trained: 
         return "its logits are not proportional to its queries, as with a cap or a bias of positions"
     if not block.alone:
         return "it multiplies several queries and keys"
+    if block.kernel:
+        return "a registered kernel computes its logits, which cannot be read"
     parts = [part for head in (*block.query, *(block.key if _scales_keys(block) else ())) for part in head]
     for name in dict.fromkeys(name for part in parts for name in (part.tensor, part.bias) if name):
         if id(parameters[name]) not in trained:

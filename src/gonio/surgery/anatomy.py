@@ -51,6 +51,7 @@ class Attention:
     # Where queries (…, tokens, size) count the heads: dimensions from the end, and the head of each index along them.
     places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
     alone: bool = field(default=True, repr=False)  # whether the module multiplies no other queries and keys
+    kernel: bool = field(default=False, repr=False)  # whether a registered module computes it, by no function of torch
 
     @property
     def heads(self) -> int:
@@ -168,6 +169,9 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     told apart by the same means: the block is proportional to the outputs of `up`. No name of a class, a module or a
     parameter is looked at. What is not found is not given.
 
+    A kernel that is no function of torch is registered as a module of its own: ``gonio.surgery.facts.register(Kernel,
+    Facts(attends=lambda q, k, v: (q, k, v)))``. It is believed where it computes softmax attention in the run.
+
     Args:
         example: an input, as :func:`gonio.equivalent` takes it, of at least two tokens; None for a generated one.
 
@@ -189,10 +193,7 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     unknown: dict[str, str] = {}
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
-        if product.value is None or product.out is None:
-            unknown[product.path] = "the softmax multiplies no values"
-            continue
-        found = _Block(run, product, product.value, product.out).taken_apart()
+        found = _block_of(run, product)
         if isinstance(found, str):
             unknown[product.path] = found
         else:
@@ -220,11 +221,25 @@ def _direct(outputs: Any) -> list[Tensor]:
     return [x for x in direct if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]
 
 
+def _block_of(run: Run, product: Product) -> Attention | str:
+    """A block, or why it is not known."""
+    if product.value is None or product.out is None:
+        return "the softmax multiplies no values"
+    try:
+        return _Block(run, product, product.value, product.out).taken_apart()
+    except RuntimeError as error:  # a function of the model's own
+        return f"derivatives cannot be computed: {str(error).splitlines()[0][:80]}"
+
+
 def _one(run: Run, x: Tensor) -> Call | None:
     """The only layer from which a tensor is computed directly, if its outputs are the tensor's last entries."""
-    found = _sources(x, run.calls)
+    try:
+        found = _sources(x, run.calls)
+        tables = _reached([x], [table for _, table in run.tables])
+    except RuntimeError:
+        return None
     first = next(iter(found), None)
-    if len(found) != 1 or first is None or any(_depends(x, table) for _, table in run.tables):
+    if len(found) != 1 or first is None or tables:
         return None
     made = run.calls[first]
     return made if made.channel == -1 and made.out.shape[-1] == x.shape[-1] else None
@@ -245,9 +260,10 @@ def _gradients(x: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> l
     return list(found)
 
 
-def _depends(x: Tensor, on: Tensor) -> bool:
-    gradient = _gradients(x, [on])[0]
-    return gradient is not None and bool((gradient != 0).any())
+def _reached(xs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the inputs on which any of the tensors depends."""
+    found = [_gradients(x, inputs) for x in xs]
+    return [t for t, *gs in zip(inputs, *found, strict=True) if any(g is not None and bool((g != 0).any()) for g in gs)]
 
 
 def _channels(gradient: Tensor, dim: int) -> frozenset[int]:
@@ -341,19 +357,15 @@ class _Block:
             return output
         query, key, value = (tuple(self._rows(each) for each in some) for some in (queries, own_keys, own_values))
         dims, order = places
-        normed = any(_depends(t, n) for t in (self.query, self.key) for n in self._norms(queries, keys))
+        outs = [self.calls[n].out for some in (queries, keys) for each in some for n in each]
+        normed = bool(_norms_between(self.run, [self.query, self.key], outs))
         scales = (False, False) if normed else (self._scales(queries), self._scales([*keys, shared]))
         where = tuple(d - self.query.ndim for d in dims), tuple(order)
         return Attention(self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
-                         self._rotation(queries[0]), normed, scales, where)  # fmt: skip
+                         self._rotation(queries[0]), normed, scales, where, kernel=self.product.kernel)  # fmt: skip
 
     def _rows(self, sources: _Sources) -> tuple[Part, ...]:
         return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
-
-    def _norms(self, *sources: list[_Sources]) -> list[Tensor]:
-        """Results of norms after the layers of queries and keys."""
-        outs = [self.calls[n].out for some in sources for each in some for n in each]
-        return [t for t in self.run.normed if any(g is not None for g in _gradients(t, outs))]
 
     def _scales(self, sources: list[_Sources]) -> bool:
         """Whether the logits are proportional to what these rows give: ⟨∂x/∂out, out⟩ = x for x = ⟨noise, logits⟩."""
@@ -386,11 +398,11 @@ class _Block:
     def _columns(self, queries: list[_Sources], values: list[_Sources], groups: list[int]) -> tuple[Part, ...] | str:
         """For each head the columns of the next layer, that its queries and its values change and no others do."""
         later = self.run.calls[self.product.calls :]
-        reader = next((call for call in later if call.pointwise and _depends(call.x, self.out)), None)
+        reader = next((call for call in later if call.pointwise and _reached([call.x], [self.out])), None)
         if reader is None:
             return "no layer reads its result"
-        of_queries = self._reached(reader, queries)
-        of_values = self._reached(reader, values)
+        of_queries = self._moved(reader, queries)
+        of_values = self._moved(reader, values)
         for group, columns in enumerate(of_values):
             mine = [of_queries[h] for h, g in enumerate(groups) if g == group]
             if columns != frozenset[int]().union(*mine) or not columns:
@@ -400,7 +412,7 @@ class _Block:
         dim = reader.out_dim + 1 if reader.index is None and reader.out_dim == 0 else reader.out_dim - 1
         return tuple(Part.of(reader.tensor, sorted(columns), dim) for columns in of_queries)
 
-    def _reached(self, reader: Call, heads: list[_Sources]) -> list[frozenset[int]]:
+    def _moved(self, reader: Call, heads: list[_Sources]) -> list[frozenset[int]]:
         """The channels of what a layer reads that change with the outputs of a head's rows."""
         used = list({n: None for head in heads for n in head})
         outs = [self.calls[n].out for n in used]
@@ -437,24 +449,34 @@ def _apart(a: _Sources, b: _Sources) -> bool:
 
 
 def _mlps(run: Run, parameters: Mapping[str, Tensor]) -> Iterator[Mlp]:
-    ends = [x for _, x in run.tables]
     for number, reader in enumerate(run.calls):
-        before = run.calls[:number]
-        found = _sources(reader.x, before) if reader.pointwise and reader.x.numel() else {}
-        if not 1 <= len(found) <= 2 or any(_depends(reader.x, end) for end in ends):
-            continue
-        units = reader.x.shape[reader.channel]
-        halves = _halves([(before[n], before[n].out) for n in found], units, reader.x.numel() // units)
-        if not halves or not _entrywise(reader, [before[n] for n in found], len(halves)):
-            continue
-        if any(_depends(reader.x, t) and any(g is not None for g in _gradients(t, [before[n].out for n in found]))
-               for t in run.normed):  # fmt: skip
-            continue
-        up, gate = _roles(reader, [before[n].out for n in found], halves)
-        if up is None:
-            continue
-        stacked = parameters[up.tensor].shape[0] if before[next(iter(found))].index is not None else 0
-        yield Mlp(reader.path, up, reader.tensor, gate, stacked)
+        try:
+            found = (
+                _mlp_of(run, reader, run.calls[:number], parameters) if reader.pointwise and reader.x.numel() else None
+            )
+        except RuntimeError:  # a function of the model's own has no derivative
+            found = None
+        if found is not None:
+            yield found
+
+
+def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[str, Tensor]) -> Mlp | None:
+    """The block whose last layer is the reader, if it is one."""
+    calls = [before[n] for n in _sources(reader.x, before)]
+    if not 1 <= len(calls) <= 2 or _reached([reader.x], [x for _, x in run.tables]):
+        return None
+    units, outs = reader.x.shape[reader.channel], [call.out for call in calls]
+    halves = _halves([(call, call.out) for call in calls], units, reader.x.numel() // units)
+    if not halves or not _entrywise(reader, calls, len(halves)) or _norms_between(run, [reader.x], outs):
+        return None
+    up, gate = _roles(reader, outs, halves)
+    stacked = parameters[calls[0].tensor].shape[0] if calls[0].index is not None else 0
+    return None if up is None else Mlp(reader.path, up, reader.tensor, gate, stacked)
+
+
+def _norms_between(run: Run, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+    """Results of norms of these outputs, on which any of the tensors depends."""
+    return [t for t in _reached(xs, run.normed) if any(g is not None for g in _gradients(t, outs))]
 
 
 _Half = tuple[Part, int, slice]  # the rows, the number of the call's output, and its channels

@@ -34,6 +34,7 @@ class Product:
     out: Tensor | None = None
     logits: Tensor | None = None  # the softmax's input
     calls: int = 0  # of layers before it was complete
+    kernel: bool = False  # a registered module computes it, by no function of torch
     passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
 
 
