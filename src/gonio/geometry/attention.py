@@ -36,7 +36,7 @@ def logit_bound(
 
     With rotary positions, :math:`s\,(√d\,σ_{\max}(A) + ‖a‖)(√d\,σ_{\max}(B) + ‖b‖)`, which holds for all offsets. Where
     RMSNorms of queries and keys with gains :math:`g_q`, :math:`g_k` over the head size :math:`d_h` follow, the weights
-    do not matter: :math:`s\,d_h \max_i |g_{q,i} g_{k,i}|`, and :math:`s\,d_h \max|g_q| \max|g_k|` with rotary positions.
+    do not matter: :math:`s\,d_h \max_i |g_{q,i} g_{k,i}|`, with rotary positions :math:`s\,d_h \max|g_q| \max|g_k|`.
 
     Args:
         query: weights (heads, head size, d) of the queries; key: (key heads, head size, d), each for as many

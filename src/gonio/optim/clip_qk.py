@@ -32,7 +32,14 @@ _UNSEEN = 3  # steps without an observed logit, after which a clip says that it 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Clipped(Edited):
-    """The heads whose logits :func:`clip_qk_` limits. `str()` is a table; `undo_()` ends it, trained weights stay."""
+    """The heads whose logits :func:`clip_qk_` limits. `str()` is a table; `undo_()` ends it, trained weights stay.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> clip = gonio.clip_qk_(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        >>> clip, clip.factors()
+        (<Clipped by clip_qk_: 1 module>, {})
+    """
 
     _clip: _Clip = field(repr=False)
 

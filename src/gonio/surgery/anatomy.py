@@ -184,7 +184,7 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
         >>> print(found)
         1 attention block, 1 MLP
           self_attn  attention: 2 heads of 4
-          the model  MLP: 16 units
+          linear2    MLP: 16 units
         >>> [str(part) for part in found.attention[0].key[1]], str(found.attention[0].output[1])
         (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
     """
