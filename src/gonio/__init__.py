@@ -69,7 +69,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.optim import clip_qk_ as clip_qk_
     from gonio.optim import hold_ as hold_
     from gonio.penalty import Penalty as Penalty
-    from gonio.penalty import param_groups as param_groups
+    from gonio.penalty.param_groups import param_groups as param_groups
     from gonio.recipes import Recipe as Recipe
     from gonio.surgery import Edited as Edited
     from gonio.surgery import OfType as OfType

@@ -141,6 +141,24 @@ class Anatomy:
                 found.setdefault(name, {})[role] = None
         return {name: tuple(roles) for name, roles in found.items()}
 
+    def rows_of_heads(self, tensor: str) -> tuple[int, ...]:
+        """The sizes of consecutive heads of a weight that computes several of queries, keys and values, in its order.
+
+        The sizes repeat until all rows are cut; () for a weight of one role, and where other rows lie between.
+        """
+        heads = {part for block in self.attention for role in (block.query, block.key, block.value)
+                 for parts in role for part in parts if part.tensor == tensor}  # fmt: skip
+        if len([role for role in self.roles.get(tensor, ()) if role in ("query", "key", "value")]) < 2:
+            return ()
+        ranges = sorted(place for part in heads for place in part.rows)
+        sizes = [stop - start for start, stop in ranges]
+        if ranges[0][0] != 0 or any(a[1] != b[0] for a, b in itertools.pairwise(ranges)):
+            return ()
+        period = next(
+            n for n in range(1, len(sizes) + 1) if len(sizes) % n == 0 and sizes == sizes[:n] * (len(sizes) // n)
+        )
+        return tuple(sizes[:period])
+
     def __str__(self) -> str:
         rows = [(block.path or "the model", f"attention: {block}") for block in self.attention]
         rows += [(mlp.path or "the model", f"MLP: {mlp}") for mlp in self.mlps]
