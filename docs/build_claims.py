@@ -1,11 +1,11 @@
-"""Writes docs/claims/*.md, pictures and two tables from the committed results in benchmarks/results/claims/*.json.
+"""Writes docs/claims/*.md, pictures and two tables from the committed results in benchmarks/results/claims/full.json.
 
 The table of methods in README.md and that of all claims in docs/index.md lie between the comments `<!-- claims -->` and
 `<!-- /claims -->`. docs/claims/corrections.md is written by hand.
 
 `python docs/build_claims.py` writes the pages; with `--check` it fails if a page differs from what it would write.
-The full results of a claim replace its quick ones. `--add FILE` first puts the claims of `gonio reproduce CLAIM --full
---json FILE` into full.json and judges all of them again together, as one run of the whole catalogue would.
+`--add FILE…` first puts the claims of `gonio reproduce CLAIM --full --json FILE` into full.json, in place of older
+results of the same claims, and drops results of experiments that were planned anew since.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import committed
 import yaml
 
-from gonio.lab.claims import SEEDS, VERDICTS, Claim, ClaimResult, as_data, from_data, load_claims
+from gonio.lab.claims import SCOPES, SEEDS, Claim, ClaimResult, as_data, from_data, load_claim, load_claims, tally
+from gonio.lab.claims.fairness import false_verdicts
+from gonio.lab.judging.statistics import points
 from gonio.lab.showing.claims import (
     arm_table,
     claim_picture,
@@ -31,7 +34,7 @@ from gonio.lab.showing.claims import (
 from gonio.pages import standalone
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGES = ROOT / "benchmarks" / "results" / "claims", ROOT / "docs" / "claims"
+RESULTS, PAGES = committed.RESULTS, ROOT / "docs" / "claims"
 HEAD = "<!-- Written by docs/build_claims.py from benchmarks/results/claims; do not edit. -->"
 # The README's table: a method, a claim about what it does, and its row of whole training steps, if it acts there.
 METHODS = (
@@ -48,7 +51,7 @@ METHODS = (
 
 def pages() -> dict[Path, str]:
     """The content of every page and picture."""
-    found, versions = _findings()
+    found, versions = committed.findings(RESULTS), dict(committed.results(RESULTS).versions)
     written: dict[Path, str] = {}
     for seed, topic in SEEDS.items():
         claims = [claim for claim in load_claims() if claim.seed == seed]
@@ -59,9 +62,9 @@ def pages() -> dict[Path, str]:
             written |= {PAGES / "images" / f"{claim.name}.svg": svg} if svg else {}
         written[PAGES / f"{seed}.md"] = "\n".join(lines) + "\n"
     head = [HEAD, "# What the papers claim, tried here", ""]
-    written[PAGES / "README.md"] = (
-        "\n".join([*head, _counts(found), "", _CORRECTIONS, "", *_table(found), "", *_other_seeds()]) + "\n"
-    )
+    lines = [*head, _counts(found), "", *_RULES, "", _CORRECTIONS, "", *_table(found), "", *_noise(found), "",
+             *_other_seeds()]  # fmt: skip
+    written[PAGES / "README.md"] = "\n".join(lines) + "\n"
     written |= {path: _between(path, text) for path, text in (
         (ROOT / "README.md", _methods(found)),
         (ROOT / "docs" / "index.md", "\n".join([_counts(found), "", *_table(found, folder="claims/")]) + "\n"),
@@ -93,28 +96,18 @@ def _methods(found: dict[str, ClaimResult]) -> str:
     """One line per method: the claim, the verdict, the effect, and a whole step as a ratio to the plain one."""
     steps = json.loads((ROOT / "benchmarks" / "results" / "whole_steps.json").read_text(encoding="utf-8"))["rows"]
     cost = {(row["table"], row["case"]): row["candidates"][0]["wall"]["median"] for row in steps}
-    lines = ["| method | claim | verdict here | effect (95 % interval) | step |", "|---|---|---|---|---|"]
+    lines = ["| method | claim | scope | verdict here | effect (95 % interval) | step |", "|---|---|---|---|---|---|"]
     for method, name, case in METHODS:
-        one = found[name]
+        claim, one = load_claim(name), found.get(name)
         step = (
             "–"
             if case is None
             else " · ".join(f"×{cost[table, case]:.2f}" for table in ("ResNet-18", "digits-network"))
         )
-        link = f"[{one.claim.claim.rstrip('.')}](docs/claims/{one.claim.seed}.md#{name})"
-        lines.append(f"| {method} | {link} | {one.verdict} | {effect_text(one)} | {step} |")
+        link = f"[{claim.claim.rstrip('.')}](docs/claims/{claim.seed}.md#{name})"
+        effect = effect_text(one) if one else ""
+        lines.append(f"| {method} | {link} | {claim.scope} | {committed.word_of(claim, one)} | {effect} | {step} |")
     return "\n".join(lines) + "\n"
-
-
-def _findings() -> tuple[dict[str, ClaimResult], dict[str, str]]:
-    """The finding of each claim, and the versions that made them; later files (full after quick) win."""
-    found: dict[str, ClaimResult] = {}
-    versions: dict[str, str] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.startswith("full")):
-        data = from_data(json.loads(path.read_text(encoding="utf-8")))
-        found |= {one.claim.name: one for one in data.results if one.verdict != "not tried"}
-        versions |= data.versions
-    return found, versions
 
 
 def _intro(seed: str, versions: dict[str, str]) -> list[str]:
@@ -139,17 +132,19 @@ def _source(seed: str) -> str:
 
 
 def _section(claim: Claim, one: ClaimResult | None) -> list[str]:
-    verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
-    lines = [f"## {claim.name}", "", f"> {claim.claim}", "", f"**{verdict}**"]
+    lines = [f"## {claim.name}", "", f"> {claim.claim}", "", f"**{committed.word_of(claim, one)}** ({claim.scope})"]
     if one:
         lines[-1] += f": {effect_text(one)}. {one.evidence.reason}"
         lines += ["", f"![Scores of {claim.name}](images/{claim.name}.svg)", ""]
         arms = arm_table(one)
         lines += [f"| {' | '.join(arms.head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in arms.rows)]
-        terms = contrast_text(one.setting.decisive) if one.setting else ""
-        lines += ["", f"- Tested: {terms}. {one.measured} {claimed_text(claim)}", f"- Cost: {cost_text(one)}."]
+        lines += [
+            "",
+            f"- Tested: {contrast_text(one.contrast)}. {one.measured} {claimed_text(claim)}",
+            f"- Cost: {cost_text(one)}.",
+        ]
     else:
-        lines += ["", claim.not_tried or f"{claimed_text(claim)} It needs the full run."]
+        lines += ["", claim.not_tried or f"{claimed_text(claim)} The experiment was planned anew and has not run yet."]
         lines += [""]
     lines += [f"- Source: {claim.source}"]
     lines += [f"- Reported there: {claim.reported}"] if claim.reported else []
@@ -166,21 +161,62 @@ def _svg(one: ClaimResult | None) -> str:
 
 
 def _counts(found: dict[str, ClaimResult]) -> str:
-    counts = ", ".join(
-        f"{count} {name}" for name in VERDICTS if (count := sum(one.verdict == name for one in found.values()))
-    )
-    tried = f"{len(load_claims())} claims; {len(found)} were tried: {counts}."
+    claims = load_claims()
+    waiting = sum(not claim.not_tried and claim.name not in found for claim in claims)
+    later = f" {waiting} have a new experiment that has not run yet." if waiting else ""
+    tried = f"{len(claims)} claims, {len(found)} of them tried here. {_sentence(tally([*found.values()]))}.{later}"
     return f"{tried} `gonio reproduce` tries the quick ones on your machine."
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+_RULES = (
+    "A verdict needs a fair test, which is checked before it is given: every arm trains above a stated floor; arms "
+    "whose property is compared have the same score within a stated margin; a strength is tried at six doses or more, "
+    "and a rule picks the one that is judged on seeds that are not; learning rates are tuned with equally many trials; "
+    "twice the training changes little; a control arm repeats the baseline with other random numbers. What breaks a "
+    "rule is *not a fair test*, and the rule is named.",
+    "",
+    *(f"* **{name}**: {text}." for name, text in SCOPES.items()),
+    "",
+    "Only a claim of field scope is *reproduced* or *contradicted*; an identity *holds* or *fails*; the others are "
+    "*seen*, *opposite seen* or *not seen* here.",
+)
+
+
+def _noise(found: dict[str, ClaimResult]) -> list[str]:
+    """The controls: how far the baseline of each claim is from itself with other random numbers."""
+    rows = [
+        (name, one) for name, one in found.items() if one.evidence.noise is not None and one.claim.scope != "identity"
+    ]
+    lines = [
+        "## Noise of the controls",
+        "",
+        "Of each experiment: the interval that other random numbers alone would give (± half of 95 %), beside the "
+        "smallest effect of interest; and how often two sets of runs of the baseline that are paired anew, 400 times, "
+        "would be called different (a false verdict, before the correction).",
+        "",
+        "| claim | task | noise | smallest effect | false verdicts |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for name, one in rows:
+        noise, least = (points(value, one.unit) for value in (one.evidence.noise or 0.0, one.claim.sesoi))
+        lines.append(
+            f"| {name} | {one.task} | ±{noise} | {least} | {100 * false_verdicts(one.setting, one.runs):.1f} % |"
+        )
+    return lines
 
 
 def _table(found: dict[str, ClaimResult], folder: str = "") -> list[str]:
     """All claims with their verdicts; `folder` leads from the page to those of the claims."""
-    rows = ["| claim | sentence | verdict | effect (95 % interval) |", "|---|---|---|---|"]
+    rows = ["| claim | sentence | scope | verdict | effect (95 % interval) |", "|---|---|---|---|---|"]
     for claim in load_claims():
         one = found.get(claim.name)
-        verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
-        effect = effect_text(one) if one else ""
-        rows.append(f"| [{claim.name}]({folder}{claim.seed}.md#{claim.name}) | {claim.claim} | {verdict} | {effect} |")
+        effect, verdict = effect_text(one) if one else "", committed.word_of(claim, one)
+        link = f"[{claim.name}]({folder}{claim.seed}.md#{claim.name})"
+        rows.append(f"| {link} | {claim.claim} | {claim.scope} | {verdict} | {effect} |")
     return rows
 
 
@@ -207,23 +243,33 @@ def _other_seeds() -> list[str]:
     return lines
 
 
-def add(path: Path) -> None:
-    """Put the claims of a run of their own into the results of the full run."""
-    whole, new = (from_data(json.loads(file.read_text(encoding="utf-8"))) for file in (RESULTS / "full.json", path))
-    if new.versions != whole.versions:
-        sys.exit(f"{path} was made with {new.versions}, the full run with {whole.versions}: run the whole catalogue")
-    of = {one.claim.name: one for one in (*whole.results, *new.results)}
-    together = replace(whole, results=tuple(of[claim.name] for claim in load_claims() if claim.name in of))
-    (RESULTS / "full.json").write_text(claims_json(from_data(as_data(together))) + "\n", encoding="utf-8")
+def add(paths: list[Path]) -> None:
+    """Put the claims of runs of their own into the committed results."""
+    whole = committed.results(RESULTS)
+    of = {one.claim.name: one for one in whole.results if one.plan and committed.is_current(one)}
+    versions = whole.versions if of else None
+    for path in paths:
+        new = from_data(json.loads(path.read_text(encoding="utf-8")))
+        versions = versions or new.versions
+        if new.versions != versions:
+            sys.exit(f"{path} was made with {new.versions}, the others with {versions}: run the whole catalogue")
+        of |= {one.claim.name: one for one in new.results}
+    kept = tuple(of[claim.name] for claim in load_claims() if claim.name in of)
+    together = replace(whole, results=kept, versions=versions or {}, command="gonio reproduce --full")
+    RESULTS.write_text(claims_json(from_data(as_data(together))) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--add"]:
-        add(Path(sys.argv[2]))
+        add([Path(argument) for argument in sys.argv[2:] if argument != "--check"])
     written = pages()
-    stale = [path for path, text in written.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    left_over = sorted({*(PAGES / "images").glob("*.svg")} - {*written})
+    stale = [*left_over] if "--check" in sys.argv else []
+    stale += [path for path, text in written.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
         sys.exit(f"stale: {', '.join(str(path.relative_to(ROOT)) for path in stale)}" if stale else 0)
+    for path in left_over:
+        path.unlink()
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(written[path], encoding="utf-8")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gonio.lab.claims import VERDICTS, Claim, ClaimResult, from_data, load_claim, load_claims
+import committed
+
+from gonio.lab.claims import Claim, ClaimResult, load_claim, load_claims, tally
 from gonio.lab.showing.claims import effect_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,22 +52,16 @@ class Language:
 
 
 ENGLISH = Language(
-    claims=("claim", "verdict here", "effect (95 % interval)"),
+    claims=("claim", "scope", "verdict here", "effect (95 % interval)"),
     costs=("method", "time, ResNet-18", "peak memory, ResNet-18", "time, small network"),
     words={},
     sentence=lambda claim: claim.claim.rstrip("."),
 )
 CHINESE = Language(
-    claims=("论断", "实测结论", "效应（95% 区间）"),
+    claims=("论断", "范围", "实测结论", "效应（95% 区间）"),
     costs=("方法", "耗时，ResNet-18", "内存峰值，ResNet-18", "耗时，小网络"),
     words={
-        "no useful effect": "无实际作用",
-        "reproduced": "复现",
-        "contradicted": "与论断相反",
-        "undecided": "未定",
-        "not a fair test": "比较不公平",
-        "not tried": "未检验",
-        "not run yet": "尚未运行",
+        **committed.CHINESE,
         "points": "个百分点",
         "degrees": "度",
         "decades": "个数量级",
@@ -112,14 +108,14 @@ README_METHODS = {
 
 def pages() -> dict[Path, str]:
     """Every page with the tables that the results give."""
-    found, written = _findings(), {}
+    found, written = committed.findings(), {}
     for folder, language, up in ((DOCS / "methods", ENGLISH, ".."), (DOCS / "zh" / "methods", CHINESE, "../..")):
         for name, (seed, cases) in METHODS.items():
-            chosen = [one for one in found.values() if one.claim.seed == seed]
-            tables = {"claims": _claims(chosen, language, f"{up}/claims"), "cost": _costs(cases, language)}
+            chosen = [claim.name for claim in load_claims() if claim.seed == seed and not claim.not_tried]
+            tables = {"claims": _claims(found, chosen, language, f"{up}/claims"), "cost": _costs(cases, language)}
             written[folder / f"{name}.md"] = _filled(folder / f"{name}.md", tables)
     readme = ROOT / "README.zh-CN.md"
-    rows = _claims([found[name] for name in README_METHODS], CHINESE, "docs/claims", names=README_METHODS)
+    rows = _claims(found, README_METHODS, CHINESE, "docs/claims")
     return written | {readme: _filled(readme, {"claims": rows}), DOCS / "zh" / "claims.md": _all_claims(found)}
 
 
@@ -132,52 +128,54 @@ def _filled(page: Path, tables: dict[str, str]) -> str:
     return text
 
 
-def _findings() -> dict[str, ClaimResult]:
-    """The finding of each claim in the catalogue's order; full results replace quick ones."""
-    found: dict[str, ClaimResult] = {}
-    for path in sorted((RESULTS / "claims").glob("*.json"), key=lambda path: path.stem.startswith("full")):
-        data = from_data(json.loads(path.read_text(encoding="utf-8")))
-        found |= {one.claim.name: one for one in data.results if one.verdict != "not tried"}
-    return {claim.name: found[claim.name] for claim in load_claims() if claim.name in found}
-
-
-def _claims(found: list[ClaimResult], language: Language, to: str, *, names: dict[str, str] | None = None) -> str:
-    head = (*((language.costs[0],) if names else ()), *language.claims)
+def _claims(found: dict[str, ClaimResult], names: Iterable[str], language: Language, to: str) -> str:
+    """One row for each claim; with names of methods, in a column of their own."""
+    titles = names if isinstance(names, dict) else {}
+    head = (*((language.costs[0],) if titles else ()), *language.claims)
     rows = [head, ("---",) * len(head)]
-    for one in found:
-        sentence = language.sentence(load_claim(one.claim.name))
-        link = f"[{sentence}]({to}/{one.claim.seed}.md#{one.claim.name})"
-        name = (names[one.claim.name],) if names else ()
-        rows.append((*name, link, language.say(one.verdict), language.say(effect_text(one))))
+    for name in names:
+        claim, one = load_claim(name), found.get(name)
+        link = f"[{language.sentence(claim)}]({to}/{claim.seed}.md#{name})"
+        verdict, effect = committed.word_of(claim, one), effect_text(one) if one else ""
+        method = (titles[name],) if titles else ()
+        rows.append((*method, link, *(language.say(text) for text in (claim.scope, verdict, effect))))
     return _table(rows)
 
 
 def _all_claims(found: dict[str, ClaimResult]) -> str:
     """The Chinese page of all claims, one table per topic; the English pages have pictures, arms and commands."""
     claims = load_claims()
-    counts = "，".join(
-        f"{number} 条{CHINESE.say(name)}"
-        for name in VERDICTS
-        if (number := sum(one.verdict == name for one in found.values()))
-    )
     lines = [
         "<!-- Written by docs/build_methods.py from benchmarks/results/claims; do not edit. -->",
         "# 论文的论断与实测结论",
         "",
-        f"共 {len(claims)} 条论断，检验了其中 {len(found)} 条：{counts}。"
+        f"共 {len(claims)} 条论断，检验了其中 {len(found)} 条：{_tally(found)}。"
         "`gonio reproduce` 在你的机器上检验用时短的那些。",
         "论断的出处见[来源](sources.md)，原文中的错误见[勘误](corrections.md)。"
         "每条论断链接到英文页面，那里有图、各组得分、随机种子和复现命令。",
     ]
     for seed, topic in TOPICS.items():
-        rows = [CHINESE.claims, ("---",) * 3]
+        rows = [CHINESE.claims, ("---",) * 4]
         for claim in (each for each in claims if each.seed == seed):
             one = found.get(claim.name)
-            verdict = one.verdict if one else "not tried" if claim.not_tried else "not run yet"
             link = f"[{claim.claim_zh}](../claims/{seed}.md#{claim.name})"
-            rows.append((link, CHINESE.say(verdict), CHINESE.say(effect_text(one)) if one else ""))
+            texts = (claim.scope, committed.word_of(claim, one), effect_text(one) if one else "")
+            rows.append((link, *map(CHINESE.say, texts)))
         lines += ["", f"## {topic}", "", _table(rows).rstrip("\n")]
     return "\n".join(lines) + "\n"
+
+
+def _tally(found: dict[str, ClaimResult]) -> str:
+    """The verdicts by scope."""
+    text = tally([*found.values()])
+    for english, own in (
+        ("identities", "恒等式"),
+        ("mechanisms", "机理"),
+        ("small scope", "小规模"),
+        ("field scope", "实际规模"),
+    ):
+        text = text.replace(f"{english}: ", f"{own}：")
+    return CHINESE.say(re.sub(r"(\d+) ", r"\1 条", text).replace("; ", "；").replace(", ", "，"))
 
 
 def _costs(cases: tuple[str, ...], language: Language) -> str:

@@ -6,7 +6,6 @@ the data is one sentence of an article, the names and tests that answer it, and 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
@@ -14,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import committed
 import yaml
 
-from gonio.lab.claims import from_data, load_claim
+from gonio.lab.claims import load_claim
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results" / "claims"
+DOCS = ROOT / "docs"
 HEAD = "<!-- Written by docs/build_sources.py from docs/sources.yaml; do not edit. -->"
 STATES = ("met", "partly", "missing")
 
@@ -151,14 +151,17 @@ def _with_articles(path: Path, language: Language) -> str:
     chinese = language is CHINESE
     head = ("文章", "方法", "用法", "实测结论") if chinese else ("article", "method", "one line", "verdict here")
     rows = [_line(head), _line(("---",) * 4)]
-    verdicts = _verdicts()
+    found = committed.findings()
     for number, article in sources().items():
         folder, claim = "docs/zh" if chinese else "docs", load_claim(article["claim"])
         anchor = re.sub(r"[^\w\- ]", "", heading(number, article, language).lower()).replace(" ", "-")
         author = article["author"] if chinese else article["author_en"]
         method = f"[{article[f'method{language.key}']}]({folder}/methods/{article['page']}.md)"
         sentence = claim.claim_zh if chinese else claim.claim.rstrip(".")
-        verdict = f"{CHINESE_VERDICTS[verdicts[claim.name]] if chinese else verdicts[claim.name]}{language.colon}"
+        said = f"{committed.word_of(claim, found.get(claim.name))} ({claim.scope})"
+        if chinese:
+            said = f"{committed.CHINESE[said.partition(' (')[0]]}（{committed.CHINESE[claim.scope]}）"
+        verdict = f"{said}{language.colon}"
         link = f"[{sentence}](docs/claims/{claim.seed}.md#{claim.name})"
         rows.append(
             _line(
@@ -170,24 +173,6 @@ def _with_articles(path: Path, language: Language) -> str:
     return re.sub(
         r"(<!-- articles -->\n).*?(<!-- /articles -->)", lambda found: f"{found[1]}{table}{found[2]}", text, flags=re.S
     )
-
-
-CHINESE_VERDICTS = {
-    "reproduced": "复现",
-    "contradicted": "与论断相反",
-    "no useful effect": "无实际作用",
-    "undecided": "未定",
-    "not a fair test": "比较不公平",
-}
-
-
-def _verdicts() -> dict[str, str]:
-    """The verdict of each claim; full results replace quick ones."""
-    found: dict[str, str] = {}
-    for path in sorted(RESULTS.glob("*.json"), key=lambda path: path.stem.startswith("full")):
-        results = from_data(json.loads(path.read_text(encoding="utf-8"))).results
-        found |= {one.claim.name: one.verdict for one in results if one.verdict != "not tried"}
-    return found
 
 
 def _line(cells: tuple[str, ...]) -> str:

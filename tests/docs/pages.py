@@ -44,7 +44,9 @@ TIMEOUT = 900
 
 
 def builder_of(name: str) -> ModuleType:
-    """A script of docs/ that writes pages, as a module."""
+    """A script of docs/ that writes pages, as a module, which finds the others."""
+    if str(ROOT / "docs") not in sys.path:
+        sys.path.append(str(ROOT / "docs"))
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -82,11 +82,11 @@ def reproduce(
 
 
 def _list(claims: Sequence[Claim]) -> None:
-    """One line per claim: seed document, budget, name and sentence."""
+    """One line per claim: seed document, budget, scope, name and sentence."""
     width = max(len(claim.name) for claim in claims)
     for claim in claims:
         budget = "not tried" if claim.budget == "none" else claim.budget
-        print_out(f"{claim.seed}  {budget:<9}  {claim.name:<{width}}  {claim.claim}")
+        print_out(f"{claim.seed}  {budget:<9}  {claim.scope:<9}  {claim.name:<{width}}  {claim.claim}")
 
 
 def _command(names: Sequence[str], chosen: ClaimOptions, output: Path) -> str:
@@ -114,7 +114,7 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
             found = worker.result()
         finally:
             worker.stop()
-        trials = plan.tuning.trials if plan.tuning else 0
+        trials = plan.tuning.trials * plan.tuning.repeats if plan.tuning else 0
         seconds = sum((each + _START) * (trials + len(plan.seeds)) + hit * len(plan.seeds) for each, hit in found)
         seconds /= at_once
         total += seconds

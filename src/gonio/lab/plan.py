@@ -113,6 +113,7 @@ class Tuning:
     Attributes:
         trials: training runs per recipe; the first uses the default values.
         seed: of every trial; no run of the study uses it, so a lucky choice shows in the comparison.
+        repeats: training runs of each trial, with the seeds from `seed` on; their mean counts.
         rate_factor: the learning rate is searched between its default divided and multiplied by this.
         strength_factor: the same for each strength.
         sampler: how trials are proposed.
@@ -125,6 +126,7 @@ class Tuning:
     rate_factor: float = 8.0
     strength_factor: float = 30.0
     sampler: str = "tpe"
+    repeats: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +311,8 @@ class StudyPlan:
         """SHA-256 over everything that a result depends on."""
         content = {key: value for key, value in asdict(self).items() if key not in _UNHASHED}
         content = {key: value for key, value in content.items() if value != _LATER.get(key, _ALWAYS)}
+        if content.get("tuning") and content["tuning"]["repeats"] == 1:
+            del content["tuning"]["repeats"]  # as in plans of an older gonio
         content["training"] = None if self.training is None else self.training.to_dict()
         for entry in content["recipes"]:
             if not entry["setting"]:
@@ -375,7 +379,7 @@ def seeds_of(seeds: int | Sequence[int]) -> tuple[int, ...]:
     if not found or len(set(found)) < len(found):
         needs = "a comparison needs at least one seed, none of them twice"
         raise InvalidArgumentError(needs, repr(seeds), "Give 8, or (0, 1, 2).")
-    if taken := sorted({TUNING_SEED, ATTACK_SEED}.intersection(found)):
+    if taken := sorted({TUNING_SEED, TUNING_SEED + 1, ATTACK_SEED}.intersection(found)):
         other = "the seeds of a comparison must not be those of tuning and of attacks"
         raise InvalidArgumentError(other, str(taken[0]), "Choose another.")
     return found

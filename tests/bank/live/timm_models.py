@@ -78,4 +78,6 @@ def made(name: str, size: int, options: dict[str, Any]) -> Callable[[], Made]:
     return make
 
 
-CASES = [Case(name, "timm", made(name, *row)) for name, row in MODELS.items()]
+# Findings that are true of a fresh model: its last layer is zero.
+_ZERO_LAST = {"hiera_tiny_224": ("G407",)}
+CASES = [Case(name, "timm", made(name, *row), findings=_ZERO_LAST.get(name, ())) for name, row in MODELS.items()]

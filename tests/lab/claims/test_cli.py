@@ -18,6 +18,7 @@ source: A paper.
 measure: norm_growth_error
 direction: same
 sesoi: 0.01
+scope: identity
 quick:
   model: {name: deep-mlp, depth: 1, width: 8}
   arms: [{name: weight-norm, recipe: {parametrize: [{where: "type:Linear", use: WeightNorm}]}}]
@@ -37,7 +38,7 @@ def test_a_claim_file_is_tried_resumed_and_exported(claim: str, tmp_path: Path) 
     words = ["reproduce", claim, "--jobs", "2", "-o", str(tmp_path / "out"), "--json", str(tmp_path / "all.json")]
     first, second = shell(*words), shell(*words)
     assert (first.returncode, second.returncode) == (0, 0)
-    assert "1 claim tried on this machine: 1 reproduced" in first.stdout
+    assert "1 claim tried on this machine: identities: 1 holds" in first.stdout
     assert first.stdout == second.stdout
     assert (tmp_path / "out" / "claims.html").is_file()
     data = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))

@@ -29,6 +29,7 @@ def claim(**fields: Any) -> Claim:
         "measure": "penalty_change",
         "direction": "smaller",
         "sesoi": 0.5,
+        "scope": "identity",
         "quick": {
             "model": SMALL,
             "training": {"epochs": 1},
@@ -58,7 +59,7 @@ def test_the_finding_has_a_number_per_seed(tried: tuple[Path, Any]) -> None:
     assert all(value < 0 for value in first.values.values())
     assert (first.missing, first.failed, first.seconds > 0) == (0, 0, True)
     assert second.verdict == "not tried"
-    assert found.headline.startswith("1 claim tried on this machine: 1 ")
+    assert found.headline.startswith("1 claim tried on this machine: identities: 1 ")
 
 
 def test_each_claim_is_a_study_that_compare_can_read(tried: tuple[Path, Any]) -> None:
@@ -158,7 +159,7 @@ def test_page_json_and_text_hold_every_number_and_escape_names(tried: tuple[Path
     assert len(Page(page).may_run()) == 1
     data = json.loads(claims_json(found))
     assert data == json.loads(json.dumps(as_data(found)))
-    assert set(data["claims"][0]["scores"]["trained"]) == {"0", "1", "2"}
+    assert set(data["claims"][0]["runs"]["scores"]["trained"]) == {"0", "1", "2"}
     assert found.headline in printed(claims_text(found), width=100)
 
 

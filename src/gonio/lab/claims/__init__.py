@@ -1,19 +1,26 @@
 """What papers claim about these methods, as data, and the experiments that test it on your machine."""
 
-from gonio.lab.claims.claim import SEEDS, Arm, Claim, Experiment, claim_names, load_claim, load_claims
-from gonio.lab.claims.experiment import (
-    ClaimOptions,
-    ClaimResult,
-    ClaimResults,
-    as_data,
-    from_data,
-    judge_claims,
-    plan_claim,
-    try_claims,
+from gonio.lab.claims.claim import (
+    CHOICE_SEEDS,
+    SCOPES,
+    SEEDS,
+    Arm,
+    Claim,
+    Experiment,
+    Fair,
+    claim_names,
+    families,
+    load_claim,
+    load_claims,
 )
+from gonio.lab.claims.experiment import ClaimOptions, judge_claims, plan_claim, try_claims
+from gonio.lab.claims.fairness import Runs
+from gonio.lab.claims.result import ClaimResult, ClaimResults, as_data, from_data, tally
 from gonio.lab.judging.statistics import VERDICTS, Evidence, judge
 
 __all__ = [
+    "CHOICE_SEEDS",
+    "SCOPES",
     "SEEDS",
     "VERDICTS",
     "Arm",
@@ -23,14 +30,18 @@ __all__ = [
     "ClaimResults",
     "Evidence",
     "Experiment",
+    "Fair",
+    "Runs",
     "as_data",
     "claim_names",
+    "families",
     "from_data",
     "judge",
     "judge_claims",
     "load_claim",
     "load_claims",
     "plan_claim",
+    "tally",
     "try_claims",
 ]
 __dir__ = __all__.copy  # the public names alone

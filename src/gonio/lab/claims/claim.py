@@ -28,7 +28,18 @@ SEEDS: Mapping[str, str] = {
     "training": "norms and angles while a network trains",
     "control": "a claim that is false by construction",
 }
+# How far a verdict reaches: that of an identity is `holds` or `fails`; only in the field a paper is reproduced.
+SCOPES: Mapping[str, str] = {
+    "identity": "true to a tolerance, or not",
+    "mechanism": "why a method does what it does, in small networks",
+    "small": "small data or a small network",
+    "field": "real data at their own resolution, at least 10,000 training examples, a network of the field",
+}
+CHOICE_SEEDS = (1_000_033, 1_000_037)  # runs that choose a dose; they are not judged
+FEWEST_DOSES = 6
+CONTROLS = ("again", "longer")  # arms that every experiment gets, see :func:`controlled`
 _CATALOG = Path(__file__).with_name("catalog")
+_FAMILIES = Path(__file__).with_name("families.yaml")
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]*$", max_length=60)]
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
@@ -41,7 +52,7 @@ def _known_optimizer(name: str) -> str:
     return name
 
 
-class _TrainingFields(BaseModel):
+class TrainingFields(BaseModel):
     """Fields of :class:`TrainingConfig`; those that are missing are the task's own."""
 
     model_config = _CLOSED
@@ -59,10 +70,38 @@ class _TrainingFields(BaseModel):
         return TrainingConfig(**{**vars(training), **self.model_dump(exclude_none=True)})
 
 
+class Fair(BaseModel):
+    """What makes the experiment of a claim a fair test; :mod:`gonio.lab.claims.fairness` has the rules.
+
+    Attributes:
+        floor: task score that every arm must reach in the mean over the seeds. ceiling: the same where less is better.
+        margin: largest difference between the mean task scores of the arms, for a claim on another quantity.
+        untrained: why only one arm must reach the floor: the claim is about whether networks train.
+        unequal: why the arms' task scores may differ: no score is behind the quantity.
+        speed: why the length of training is part of the claim.
+        untuned: why all arms have one learning rate.
+
+    Example:
+        >>> gonio.lab.claims.load_claim("som-spread").fair.margin
+        1.0
+    """
+
+    model_config = _CLOSED
+    floor: float | None = None
+    ceiling: float | None = None
+    margin: Annotated[float, Field(gt=0)] | None = None
+    untrained: str = ""
+    unequal: str = ""
+    speed: str = ""
+    untuned: str = ""
+
+
 class Arm(BaseModel):
     """One side of a comparison.
 
     Attributes:
+        of: name of the arm of which this is one dose; `level` is the dose. In a file an arm has `doses`, and `{dose}`
+            stands for each of them.
         level: position on the axis of a claim with several levels, such as the batch size.
         series: name of the curve that the arm belongs to, if there are several levels.
         recipe: the rules of a recipe by verb, or the name of a built-in recipe; nothing for the plain model.
@@ -82,10 +121,16 @@ class Arm(BaseModel):
     series: str = ""
     recipe: str | dict[str, Any] = {}
     model: dict[str, Any] = {}
-    training: _TrainingFields = _TrainingFields()
+    training: TrainingFields = TrainingFields()
     measure: dict[str, Any] = {}
     lsuv: Annotated[int, Field(ge=0)] = 0
     redraw: bool = False
+    of: str = ""
+
+    @property
+    def side(self) -> str:
+        """The name in a contrast: that of the arm, or of the arm of which this is a dose."""
+        return self.of or self.name
 
     @property
     def built_recipe(self) -> Recipe:
@@ -103,6 +148,8 @@ class Experiment(BaseModel):
             the `levels`; `{series}` and `{level}` in its `recipe` stand for them.
         contrast: factor of each arm in the number that is tested, e.g. {group: 1, batch: -1}. A pattern stands for the
             mean of the arms that it matches, e.g. {"sphere-*|ball-*": 1, plain: -1}.
+        choose: which dose of an arm is judged, by its mean over :data:`CHOICE_SEEDS`: the `best` score, or the
+            `strongest` dose whose task score is within `fair.margin` of the baseline's.
         tune: trials of the learning rate and of strengths, equally many for each arm.
         seeds: number of paired seeds.
 
@@ -114,17 +161,34 @@ class Experiment(BaseModel):
     model_config = _CLOSED
     task: str = "digits"
     model: dict[str, Any] = {}
-    training: _TrainingFields = _TrainingFields()
+    training: TrainingFields = TrainingFields()
     arms: tuple[Arm, ...] = ()
     contrast: dict[str, float] = {}
+    choose: Literal["best", "strongest"] = "best"
     tune: Annotated[int, Field(ge=0)] = 0
     seeds: Annotated[int, Field(gt=0, le=1000)] = 10
 
     @property
     def decisive(self) -> Mapping[str, float]:
         """The contrast; the second arm minus the first if none is given."""
-        names = [arm.name for arm in self.arms]
-        return self.contrast or {names[1]: 1.0, names[0]: -1.0}
+        sides = self.sides
+        return self.contrast or {sides[1]: 1.0, sides[0]: -1.0}
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """What a contrast can name: the arms, with all doses of one as one."""
+        return tuple(dict.fromkeys(arm.side for arm in self.arms))
+
+    @property
+    def dosed(self) -> bool:
+        """Whether an arm has doses, one of which is chosen."""
+        return any(arm.of for arm in self.arms)
+
+    @property
+    def baseline(self) -> Arm:
+        """The arm that controls repeat: the first with a negative factor in the contrast, or the first of all."""
+        negative = [arm for arm in self.arms if self.decisive.get(arm.side, 0.0) < 0]
+        return (negative or list(self.arms))[0]
 
 
 class Claim(BaseModel):
@@ -138,6 +202,7 @@ class Claim(BaseModel):
         measure: what is measured, a measure of :func:`gonio.lab.running.measures.measures`, with options.
         direction: the claim is that the contrast is `larger` than 0, `smaller`, or the `same`.
         sesoi: smallest effect of interest in the unit of the measure.
+        scope: how far the verdict reaches, one of :data:`SCOPES`. fair: what makes the experiment a fair test.
         reported: what the source measured.
         differs: how the experiment differs from the source.
         quick: the experiment of some seconds; full: of minutes to hours.
@@ -161,6 +226,8 @@ class Claim(BaseModel):
     options: dict[str, Any] = {}
     direction: Literal["larger", "smaller", "same"] = "larger"
     sesoi: Annotated[float, Field(gt=0)] = 1.0
+    scope: Literal["identity", "mechanism", "small", "field"] = "small"
+    fair: Fair = Fair()
     reported: str = ""
     differs: str = ""
     quick: Experiment | None = None
@@ -181,12 +248,14 @@ class Claim(BaseModel):
         return self
 
     def _check_setting(self, setting: Experiment) -> None:
-        names = [arm.name for arm in setting.arms]
+        names, sides = [arm.name for arm in setting.arms], setting.sides
         if not names or len(set(names)) < len(names):
             raise ValueError(f"an experiment needs arms with different names; found {names}")
-        if not setting.contrast and len(names) < 2:
+        if reserved := sorted(set(CONTROLS) & {*names, *sides}):
+            raise ValueError(f"{reserved[0]} is the name of a control, which every experiment gets")
+        if not setting.contrast and len(sides) < 2:
             raise ValueError("an experiment with one arm needs a contrast")
-        unknown = sorted(set(setting.contrast) - set(names))
+        unknown = sorted(set(setting.contrast) - set(sides))
         if unknown:
             raise ValueError(f"the contrast names arms that do not exist: {', '.join(unknown)}")
         try:
@@ -251,21 +320,26 @@ def read_claim(data: Any, *, origin: str) -> Claim:
             content = {key: _expanded(value) if key in ("quick", "full") else value for key, value in content.items()}
         # as JSON, where a strict schema takes lists for tuples
         return Claim.model_validate_json(json.dumps(content))
-    except (TypeError, KeyError, AttributeError) as error:  # a grid or contrast of another form
+    except (TypeError, KeyError, AttributeError, ValueError) as error:  # a grid, doses or contrast of another form
+        if isinstance(error, ValidationError):
+            raise _invalid(error, origin) from error
         needs = f"{origin} must be a claim"
-        do = "Give a grid series, levels and a recipe, and a contrast numbers."
+        do = "Give a grid series, levels and a recipe, and doses and a contrast numbers."
         raise InvalidArgumentError(needs, f"{type(error).__name__}: {error}", do) from error
-    except ValidationError as error:
-        found = [f"{'.'.join(map(str, row['loc'])) or 'the claim'}: {row['msg'].rstrip('.')}" for row in error.errors()]
-        raise InvalidArgumentError(f"{origin} must be a claim", "; ".join(found), "Correct the file.") from error
+
+
+def _invalid(error: ValidationError, origin: str) -> InvalidArgumentError:
+    """One sentence with every problem."""
+    found = [f"{'.'.join(map(str, row['loc'])) or 'the claim'}: {row['msg'].rstrip('.')}" for row in error.errors()]
+    return InvalidArgumentError(f"{origin} must be a claim", "; ".join(found), "Correct the file.")
 
 
 def _expanded(setting: Any) -> Any:
     """An experiment as data with the arms of its `grid` and the patterns of its `contrast` written out."""
     if not isinstance(setting, dict):
         return setting
-    arms = [*setting.get("arms", ()), *_grid(setting.get("grid", {}))]
-    names = [arm["name"] for arm in arms if isinstance(arm, dict) and "name" in arm]
+    arms = [dose for arm in (*setting.get("arms", ()), *_grid(setting.get("grid", {}))) for dose in _doses(arm)]
+    names = list(dict.fromkeys(arm.get("of") or arm["name"] for arm in arms if isinstance(arm, dict) and "name" in arm))
     contrast: dict[str, Any] = {}
     for pattern, weight in setting.get("contrast", {}).items():
         matched = [name for name in names if any(fnmatchcase(name, each) for each in pattern.split("|"))]
@@ -287,13 +361,43 @@ def _grid(grid: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _filled(value: Any, names: Mapping[str, str]) -> Any:
+def _doses(arm: Any) -> list[Any]:
+    """One arm for each of its doses; the arm itself if it has none."""
+    if not isinstance(arm, dict) or "doses" not in arm:
+        return [arm]
+    name, rest = arm["name"], {key: value for key, value in arm.items() if key != "doses"}
+    return [
+        {
+            **_filled(rest, {"{dose}": dose}),
+            "name": f"{name}-{dose:g}",
+            "of": name,
+            "series": name,
+            "level": float(dose),
+        }
+        for dose in arm["doses"]
+    ]
+
+
+def _filled(value: Any, names: Mapping[str, Any]) -> Any:
     """The data with the placeholders replaced."""
     if isinstance(value, dict):
         return {key: _filled(inner, names) for key, inner in value.items()}
     if isinstance(value, list):
         return [_filled(inner, names) for inner in value]
     return names.get(value, value) if isinstance(value, str) else value
+
+
+@cache
+def families() -> Mapping[str, tuple[str, ...]]:
+    """The claims that are corrected together, by family; a claim in none is a family of its own.
+
+    A family is fixed: a claim that is added later starts another one, and changes no verdict.
+
+    Example:
+        >>> "som-spread" in gonio.lab.claims.families()["angles"]
+        True
+    """
+    return {name: tuple(of) for name, of in parse(read(_FAMILIES), origin=_FAMILIES.name).data.items()}
 
 
 @cache

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.claims.claim import Arm, Claim, Experiment, read_claim
+from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment
+from gonio.lab.claims.fairness import Runs, controlled, trained
+from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
-from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, judge
-from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, counted, installed_versions, seeds_of
+from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, installed_versions, seeds_of
 from gonio.lab.record import RunRecord
 from gonio.lab.running.measures import spec_of
 from gonio.lab.running.scheduler import Quiet, Watcher, run
 from gonio.lab.running.study import Study
+from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
 from gonio.models.by_name import code_digests
@@ -27,8 +28,6 @@ _FOLDER_TASK = "fashion-mnist"
 # A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
 # would not pass Holm over the catalogue.
 FULL_SEEDS = 12
-# measures for which models at chance level say nothing
-_SCORES = ("accuracy", "accuracy_after", "calibrated_accuracy", "trains")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,93 +47,6 @@ class ClaimOptions:
     task: str | None = None
     model: str | None = None
     data: str | None = None
-
-
-@dataclass(frozen=True)
-class ClaimResult:
-    """One claim as it was tried.
-
-    Attributes:
-        evidence: the decisive contrast of each seed, judged among all claims that were tried together.
-        full: whether it was the full experiment. plan: hash of the study's plan; empty if it was not tried.
-        scores: of each arm, by seed; a diverged run has the worst score.
-        seconds: CPU seconds of all runs. runs: how many there are. missing, failed, diverged: of these.
-        histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
-        command: repeats the claim.
-    """
-
-    claim: Claim
-    evidence: Evidence
-    full: bool = False
-    plan: str = ""
-    task: str = ""
-    model: str = ""
-    scores: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    seconds: float = 0.0
-    runs: int = 0
-    missing: int = 0
-    failed: int = 0
-    diverged: int = 0
-    histograms: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    command: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """One of :data:`gonio.lab.claims.VERDICTS`."""
-        return self.evidence.verdict
-
-    @property
-    def setting(self) -> Experiment | None:
-        """The experiment; None if the claim was not tried."""
-        return self.claim.setting(full=self.full) if self.plan else None
-
-    @property
-    def unit(self) -> str:
-        """Of the scores."""
-        return self.evidence.unit
-
-    @property
-    def measured(self) -> str:
-        """What the scores are, in one sentence; empty if the claim was not tried."""
-        return spec_of(Measure(self.claim.measure)).summary if self.plan else ""
-
-    @property
-    def values(self) -> Mapping[int, float]:
-        """The decisive contrast, by seed."""
-        scores = {(arm, seed): score for arm, of in self.scores.items() for seed, score in of.items()}
-        seeds = sorted({seed for _, seed in scores})
-        return contrasts(scores, self.setting.decisive, seeds) if self.setting else {}
-
-    def mean(self, arm: str) -> float | None:
-        """Mean score of an arm."""
-        found = self.scores.get(arm)
-        return statistics.fmean(found.values()) if found else None
-
-
-@dataclass(frozen=True)
-class ClaimResults:
-    """All claims of one run.
-
-    Attributes:
-        versions: of the packages. command: repeats the run.
-    """
-
-    results: tuple[ClaimResult, ...]
-    versions: Mapping[str, str]
-    command: str
-
-    @property
-    def tried(self) -> tuple[ClaimResult, ...]:
-        """The claims with an experiment."""
-        return tuple(found for found in self.results if found.verdict != "not tried")
-
-    @property
-    def headline(self) -> str:
-        """How many claims ended with each verdict, in one sentence."""
-        counts = {name: sum(f.verdict == name for f in self.tried) for name in VERDICTS}
-        listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        tried = counted(len(self.tried), "claim")
-        return f"{tried} tried on this machine: {listed}" if listed else "No claim was tried."
 
 
 # --- the plan ---------------------------------------------------------------------------------------------
@@ -165,14 +77,15 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     task = resolve_task(spec)
     model = options.model or setting.model.get("name", task.model)
     own = max(setting.seeds, FULL_SEEDS) if options.full else setting.seeds
-    seeds = range(options.first_seed, options.first_seed + (own if options.seeds is None else options.seeds))
+    judged_seeds = range(options.first_seed, options.first_seed + (own if options.seeds is None else options.seeds))
+    arms = controlled(claim, setting, epochs=task.training.epochs)
     measure = Measure(claim.measure, dict(claim.options))
     measured = spec_of(measure)
     plan = StudyPlan(
         task=spec,
         model=model,
-        recipes=tuple(_entry(arm, setting, own=options.model is None) for arm in setting.arms),
-        seeds=seeds_of(seeds),
+        recipes=tuple(_entry(arm, setting, own=options.model is None) for arm in arms),
+        seeds=seeds_of([*(CHOICE_SEEDS if setting.dosed else ()), *judged_seeds]),
         training=setting.training.override(task.training),
         metric=claim.measure,
         # the better scores are those of the measure where it says so, else those that confirm the claim
@@ -185,12 +98,13 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         code=code_digests(spec, model),
         versions=installed_versions(),
         command=f"gonio reproduce {claim.name}",
-        tuning=Tuning(trials=setting.tune) if setting.tune else None,
+        tuning=Tuning(trials=setting.tune, repeats=2) if setting.tune else None,
         threat=task.threat if measured.attacked else None,
         measure=measure,
+        metrics={task.metric.name: task.metric.unit} if trained(measured) else {},
     )
     with torch.random.fork_rng(devices=[]):
-        for arm, entry in zip(setting.arms, plan.recipes, strict=True):  # a rule without a layer is an error now
+        for arm, entry in zip(arms, plan.recipes, strict=True):  # a rule without a layer is an error now
             arm.built_recipe.plan(plan.fresh_model(entry, task.sizes))
     return plan
 
@@ -262,68 +176,65 @@ def judge_claims(
         'No claim was tried.'
     """
     seen = [_seen(claim, Path(folder) / claim.name, full=full) for claim in claims]
-    return ClaimResults(_judged(seen), installed_versions(), command)
-
-
-def _judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
-    """The results with the verdicts of one family; a claim that was not tried is no part of it."""
-    verdicts = iter(judge([one.evidence for one in found if one.plan]))
-    return tuple(replace(one, evidence=next(verdicts)) if one.plan else one for one in found)
+    return ClaimResults(judged(seen), installed_versions(), command)
 
 
 def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
     """A claim's result before it is judged."""
     if claim.budget == "none" or not path.is_dir():
-        return ClaimResult(claim, _not_tried(claim, claim.not_tried or "Not run."))
+        return not_tried(claim, claim.not_tried or "Not run.")
     study, setting = Study.open(path), claim.setting(full=full)
     plan, runs = study.plan, study.runs()
-    scores = scores_of(plan, runs)
     statuses = [record.status for record in runs]
-    return ClaimResult(
-        claim,
-        _evidence(
-            claim, [*contrasts(scores, setting.decisive, plan.seeds).values()], plan.unit,
-            _obstacle(claim, setting, plan, scores),
-        ),
+    return replace(
+        not_tried(claim, ""),
         full=full,
         plan=plan.hash,
         task=plan.task.partition(":")[0] if plan.task.startswith(_FOLDER_TASK) else plan.task,
         model=plan.model,
-        scores={
-            arm.name: {seed: scores[arm.name, seed] for seed in plan.seeds if (arm.name, seed) in scores}
-            for arm in setting.arms
-        },
+        runs=_numbers(plan, runs),
         seconds=sum(record.seconds or 0.0 for record in runs),
-        runs=len(plan.grid),
+        planned=len(plan.grid),
         missing=len(plan.grid) - len(runs),
         failed=statuses.count("failed"),
         diverged=statuses.count("diverged"),
         histograms=_histograms(setting, runs) if claim.picture == "angles" else {},
         command=plan.command,
-    )  # fmt: skip
-
-
-def _evidence(claim: Claim, values: Sequence[float], unit: str, obstacle: str) -> Evidence:
-    return Evidence(
-        values=tuple(values), direction=claim.direction, sesoi=claim.sesoi, unit=unit, obstacle=obstacle
-    )  # fmt: skip
-
-
-def _not_tried(claim: Claim, reason: str) -> Evidence:
-    return replace(_evidence(claim, (), "", ""), verdict="not tried", reason=reason)
-
-
-def _obstacle(claim: Claim, setting: Experiment, plan: StudyPlan, scores: Mapping[tuple[str, int], float]) -> str:
-    """If no arm of the contrast is better than guessing, their difference says nothing about the claim."""
-    reached = [score for (arm, _), score in scores.items() if arm in setting.decisive]
-    if claim.measure not in _SCORES or not reached:
-        return ""
-    guess = 100.0 / max(2, resolve_task(plan.task).sizes.get("num_classes", 2))
-    if max(reached) > 1.5 * guess:
-        return ""
-    return (
-        "No arm trains." if claim.measure == "trains" else f"No arm trains: the best accuracy is {max(reached):.3g} %."
     )
+
+
+def _numbers(plan: StudyPlan, runs: Sequence[RunRecord]) -> Runs:
+    """What the verdict depends on, arm by arm in the order of the plan."""
+    scores = scores_of(plan, runs)
+    name, unit = next(iter(plan.metrics.items()), ("", ""))  # of the task
+    reached: dict[str, dict[int, float]] = {entry.name: {} for entry in plan.recipes}
+    for record in runs:
+        if (value := record.metrics.get(name)) is not None and record.status == "finished":
+            reached[record.recipe][record.seed] = value
+    return Runs(
+        scores={
+            entry.name: {seed: scores[entry.name, seed] for seed in plan.seeds if (entry.name, seed) in scores}
+            for entry in plan.recipes
+        },
+        unit=plan.unit,
+        reached={arm: of for arm, of in reached.items() if of},
+        reached_unit=unit,
+        examples=plan.splits.get("train", 0),
+        searched=_searched(plan, runs),
+    )
+
+
+def _searched(plan: StudyPlan, runs: Sequence[RunRecord]) -> dict[str, dict[str, float]]:
+    """Where in its range each tuned value lies, from −1 to 1."""
+    settings = {record.recipe: record.settings for record in runs if record.settings}
+    return {
+        entry.name: {
+            each.name: 2 * math.log(settings[entry.name][each.name] / each.low) / math.log(each.high / each.low) - 1
+            for each in space_of(plan, entry)
+        }
+        for entry in plan.recipes
+        if entry.name in settings
+    }
 
 
 def _histograms(setting: Experiment, runs: Sequence[RunRecord]) -> dict[str, list[int]]:
@@ -339,50 +250,3 @@ def _histograms(setting: Experiment, runs: Sequence[RunRecord]) -> dict[str, lis
         if rows:
             found[arm.name] = [sum(column) for column in zip(*rows, strict=True)]
     return found
-
-
-# --- as data ----------------------------------------------------------------------------------------------
-
-
-def as_data(found: ClaimResults) -> dict[str, Any]:
-    """The results as JSON-able data, each number of a run included.
-
-    Example:
-        >>> found = gonio.lab.claims.judge_claims([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
-        >>> gonio.lab.claims.as_data(found)["claims"][0]["evidence"]["verdict"]
-        'not tried'
-    """
-    claims = []
-    for one in found.results:
-        content = one.claim.model_dump(mode="json", exclude_defaults=True)
-        claims.append({**asdict(replace(one, claim=None)), "claim": content})  # type: ignore[arg-type]
-    return {"command": found.command, "versions": dict(found.versions), "claims": claims}
-
-
-def from_data(data: Mapping[str, Any]) -> ClaimResults:
-    """The inverse of :func:`as_data`, also after JSON has made text of the seeds; judged anew by the rules of now.
-
-    Example:
-        >>> found = gonio.lab.claims.judge_claims([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
-        >>> gonio.lab.claims.from_data(gonio.lab.claims.as_data(found)) == found
-        True
-    """
-    return ClaimResults(_judged([_result(row) for row in data["claims"]]), data["versions"], data["command"])
-
-
-def _result(row: Mapping[str, Any]) -> ClaimResult:
-    """One stored claim before it is judged; a row of gonio 0.1 has `judgement`, `unit` and `values` for `evidence`."""
-    claim = read_claim(row["claim"], origin=str(row["claim"].get("name")))
-    known = {each.name: row[each.name] for each in fields(ClaimResult) if each.name in row}
-    known["scores"] = {arm: {int(seed): score for seed, score in of.items()} for arm, of in row["scores"].items()}
-    if not row["plan"]:
-        reason = row.get("evidence", row.get("judgement"))["reason"]
-        return ClaimResult(**{**known, "claim": claim, "evidence": _not_tried(claim, reason)})
-    if "evidence" in row:
-        stored = row["evidence"]
-        values, unit, obstacle = stored["values"], stored["unit"], stored["obstacle"]
-    else:
-        values, unit, reason = row["values"].values(), row["unit"], row["judgement"]["reason"]
-        obstacle = reason if reason.startswith("No arm trains") else ""
-    evidence = _evidence(claim, values, unit, obstacle)
-    return ClaimResult(**{**known, "claim": claim, "evidence": evidence})

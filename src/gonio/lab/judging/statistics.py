@@ -185,7 +185,9 @@ def require_scipy() -> ModuleType:
 
 # --- the verdict ----------------------------------------------------------------------------------------
 
-VERDICTS = ("reproduced", "contradicted", "no useful effect", "undecided", "not a fair test", "not tried")
+VERDICTS = (
+    "reproduced", "contradicted", "no useful effect", "undecided", "too noisy", "not a fair test", "not tried",
+)  # fmt: skip
 # A recipe is compared with the baseline by the sentence "the recipe is better"; its verdicts have these words.
 WORDS = {"reproduced": "helps", "contradicted": "hurts"}
 _FEWEST = 3  # pairs below which nothing is judged
@@ -201,6 +203,8 @@ class Evidence:
         direction: what the sentence says of its mean: `larger` than 0, `smaller`, or the `same`.
         sesoi: smallest effect of interest; 0: none was named. unit: of the values.
         obstacle: why the runs are no fair test, whatever the numbers; empty if they are one.
+        noise: half of the 95 % interval of this contrast if nothing but the random numbers differed, from a control
+            run; None: there is none.
         verdict: one of :data:`VERDICTS`; `reason` says why, in one sentence.
         mean, low, high: of the values, with the paired t interval of 95 %; None for too few values.
         p: two-sided sign-flip p value; for the `same` that of a t test of the mean against ± `sesoi`. p_holm: after
@@ -213,6 +217,7 @@ class Evidence:
     sesoi: float
     unit: str
     obstacle: str = ""
+    noise: float | None = None
     verdict: str = ""
     reason: str = ""
     mean: float | None = None
@@ -245,8 +250,11 @@ def contrasts(
     }
 
 
-def judge(family: Sequence[Evidence]) -> list[Evidence]:
+def judge(family: Sequence[Evidence], *, size: int | None = None) -> list[Evidence]:
     """The evidence of one family of sentences with its verdicts; p values are corrected for the size of the family.
+
+    Args:
+        size: of the family, if it has members without evidence; they count with p = 1, as those with an obstacle do.
 
     The first rule that applies decides:
 
@@ -257,7 +265,8 @@ def judge(family: Sequence[Evidence]) -> list[Evidence]:
        least the size of `sesoi`. *contradicted*: the same with the other sign, of any size. A sentence of equality
        is reproduced if the corrected p is below 0.05 and the mean lies within ± `sesoi`, and contradicted if it lies
        outside.
-    5. *undecided*: everything else.
+    5. *too noisy*: the noise of a control is larger than `sesoi`.
+    6. *undecided*: everything else.
 
     Example:
         >>> from gonio.lab.judging.statistics import Evidence, judge
@@ -266,8 +275,20 @@ def judge(family: Sequence[Evidence]) -> list[Evidence]:
         'reproduced'
     """
     raw = [_p_value(seen) for seen in family]
-    adjusted = holm(raw).tolist() if raw else []
-    return [_judged(seen, p, p_holm, len(raw)) for seen, p, p_holm in zip(family, raw, adjusted, strict=True)]
+    size = max(len(raw), size or 0)
+    counted_in = [1.0 if seen.obstacle else p for seen, p in zip(family, raw, strict=True)]
+    adjusted = holm([*counted_in, *[1.0] * (size - len(raw))]).tolist()[: len(raw)] if raw else []
+    found = [_judged(seen, p, p_holm, size) for seen, p, p_holm in zip(family, raw, adjusted, strict=True)]
+    return [_too_noisy(seen) for seen in found]
+
+
+def _too_noisy(seen: Evidence) -> Evidence:
+    """An undecided sentence whose control differs from itself by more than what is of interest."""
+    if seen.verdict != "undecided" or seen.noise is None or not seen.sesoi or seen.noise <= seen.sesoi:
+        return seen
+    noise, sesoi = points(seen.noise, seen.unit), points(seen.sesoi, seen.unit)
+    why = f"With other random numbers alone the interval would be ±{noise}, wider than ±{sesoi}. {seen.reason}"
+    return replace(seen, verdict="too noisy", reason=why)
 
 
 def _p_value(seen: Evidence) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -384,13 +385,19 @@ def execute_trial(plan: StudyPlan, entry: RecipeEntry, seed: int, values: Mappin
     """Build and train with other values; the score is the best of the validation split, the test split is not used."""
     record = RunRecord(entry.name, seed, "failed", settings=values)
 
-    def trial() -> RunRecord:
-        _, _, done, ended = _trained(*settled(plan, entry, values), record)
+    def once(number: int) -> RunRecord:
+        _, _, done, ended = _trained(*settled(plan, entry, values), replace(record, seed=seed + number))
         scores = done.curve["val_score"]
         if ended.error or not scores:
-            return replace(ended, plan="", error=ended.error or "no epoch has a validation score")
+            return replace(ended, seed=seed, plan="", error=ended.error or "no epoch has a validation score")
         best = (max if plan.direction == "max" else min)(scores)
-        return replace(ended, status="finished", score=best, best_epoch=done.best_epoch, plan="")
+        return replace(ended, seed=seed, status="finished", score=best, best_epoch=done.best_epoch, plan="")
+
+    def trial() -> RunRecord:
+        first, *others = [once(number) for number in range(plan.tuning.repeats if plan.tuning else 1)]
+        if lost := next((each for each in (first, *others) if each.score is None), None):
+            return lost
+        return replace(first, score=statistics.fmean(each.score or 0.0 for each in (first, *others)))
 
     return guarded(record, trial)
 
@@ -467,4 +474,5 @@ def _measured(plan: StudyPlan, entry: RecipeEntry, model: nn.Module, task: Task,
     score = spec_of(measure).function(run, **measure.options)
     if not math.isfinite(score):
         return replace(record, status="diverged", score=None, error=f"its {measure.name} is {score}")
-    return replace(record, score=float(score))
+    reached = {} if record.score is None else {task.metric.name: record.score}  # what the measure stands in for
+    return replace(record, score=float(score), metrics={**record.metrics, **reached})

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gonio.escaping import plain, redact, write_text
-from gonio.lab.claims import SEEDS, ClaimResult, ClaimResults, as_data
+from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import points
 from gonio.lab.plan import counted
@@ -32,6 +32,7 @@ _MARKS = {
     "contradicted": ("✗", "bad"),
     "no useful effect": ("=", "even"),
     "undecided": ("?", "even"),
+    "too noisy": ("~", "even"),
     "not a fair test": ("!", "even"),
     "not tried": ("–", "even"),
 }
@@ -46,9 +47,9 @@ def claims_html(found: ClaimResults) -> str:
     shown = [
         {
             "found": one,
-            "mark": _MARKS[one.verdict],
+            "mark": _MARKS[one.evidence.verdict],
             "effect": effect_text(one),
-            "tested": contrast_text(one.setting.decisive) if one.setting else "",
+            "tested": contrast_text(one.contrast),
             "picture": claim_picture(one),
             "arms": arm_table(one),
             "cost": cost_text(one),
@@ -56,7 +57,7 @@ def claims_html(found: ClaimResults) -> str:
         }
         for one in found.results
     ]
-    page = {"found": found, "shown": shown, "seeds": SEEDS, "marks": _MARKS}
+    page = {"found": found, "shown": shown, "seeds": SEEDS, "scopes": SCOPES}
     return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
@@ -71,10 +72,11 @@ def claims_json(found: ClaimResults) -> str:
 
 
 def claims_table(found: ClaimResults) -> TextTable:
-    """One row per claim: name, verdict, effect, p, runs, seconds."""
+    """One row per claim: name, scope, verdict, effect, p, runs, seconds."""
     rows = tuple(
         (
             one.claim.name,
+            one.claim.scope,
             one.verdict,
             effect_text(one) or "–",
             p_value(one.evidence.p_holm),
@@ -83,7 +85,9 @@ def claims_table(found: ClaimResults) -> TextTable:
         )
         for one in found.results
     )
-    return TextTable("Claims", ("claim", "verdict", "effect", "Holm p", "seeds", "CPU time"), rows, texts=(0, 1, 2))
+    return TextTable(
+        "Claims", ("claim", "scope", "verdict", "effect", "Holm p", "seeds", "CPU time"), rows, texts=(0, 1, 2, 3)
+    )
 
 
 def claims_text(found: ClaimResults) -> RenderableType:
@@ -95,12 +99,15 @@ def _lines(found: ClaimResults) -> Iterator[RenderableType]:
     yield Text(found.headline, style="bold")
     yield Text("")
     table = claims_table(found)
-    tones = [Text(f"{_MARKS[f.verdict][0]} {f.verdict}", style=TONES[_MARKS[f.verdict][1]]) for f in found.results]
+    tones = [
+        Text(f"{_MARKS[f.evidence.verdict][0]} {f.verdict}", style=TONES[_MARKS[f.evidence.verdict][1]])
+        for f in found.results
+    ]
     yield table.rich(head=table.head, verdicts=tones)
     yield Text("")
     for one in found.results:
         yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(one.claim.claim)}")
-        yield Text(f"  {_MARKS[one.verdict][0]} {one.verdict}. {plain(one.evidence.reason)}")
+        yield Text(f"  {_MARKS[one.evidence.verdict][0]} {one.verdict}. {plain(one.evidence.reason)}")
 
 
 def effect_text(found: ClaimResult) -> str:
@@ -108,8 +115,9 @@ def effect_text(found: ClaimResult) -> str:
     seen = found.evidence
     if seen.mean is None or seen.low is None or seen.high is None:
         return ""
-    weights = found.setting.decisive.values() if found.setting else ()
-    difference = math.isclose(sum(weights), 0.0, abs_tol=1e-9)  # of percentages; one arm's own number is a percentage
+    difference = math.isclose(
+        sum(found.contrast.values()), 0.0, abs_tol=1e-9
+    )  # of percentages; one arm's own number is a percentage
     unit = unit_of_difference(found.unit) if difference else found.unit
     text = f"{seen.mean:+.3g} {unit}".strip() + f" ({seen.low:+.3g} to {seen.high:+.3g})"
     return text.replace("-", "−").replace("e−", "e-")
@@ -153,7 +161,7 @@ def cost_text(found: ClaimResult) -> str:
     """How much was run, and what is missing."""
     if not found.plan:
         return ""
-    runs = found.runs - found.missing
+    runs = found.planned - found.missing
     lost = [f"{counted(count, 'run')} {word}" for count, word in
             ((found.failed, "failed"), (found.diverged, "diverged"), (found.missing, "to do")) if count]  # fmt: skip
     return ", ".join([f"{counted(runs, 'run')}, {found.seconds:.0f} s of CPU time", *lost])
@@ -164,6 +172,7 @@ def claim_explanation(claim: Claim) -> str:
     lines = [
         f"{claim.name}: {claim.claim}",
         f"source: {claim.source} ({claim.seed}: {SEEDS[claim.seed]})",
+        f"scope: {claim.scope}, {SCOPES[claim.scope]}",
     ]
     for title, text in (("reported", claim.reported), ("differs", claim.differs), ("not tried", claim.not_tried)):
         lines += [f"{title}: {text}"] if text else []
@@ -173,6 +182,8 @@ def claim_explanation(claim: Claim) -> str:
             terms = " ".join(f"{weight:+g}·{arm}" for arm, weight in setting.decisive.items())
             size = f"task {setting.task}, {counted(setting.seeds, 'seed')}"
             lines.append(f"{title}: {size}, arms {arms}; tested: {terms}")
+    if fair := claim.fair.model_dump(exclude_defaults=True):
+        lines.append("fair test: " + "; ".join(f"{key}: {value}" for key, value in fair.items()))
     if not claim.not_tried:
         lines.append(f"measured: {claim.measure}; {claimed_text(claim)}")
         lines.append(f"try it: gonio reproduce {claim.name}")

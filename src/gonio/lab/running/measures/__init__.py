@@ -51,6 +51,8 @@ class MeasureSpec:
         better: whether larger or smaller scores are better; None: the measure is no score, and has no better side.
         start: whether the model is measured before training, which is then left out.
         attacked: whether the run is attacked first.
+        kind: `task`, the task's own score; `training`, another score of how well or fast a network trains; or a
+            `property`, which can only be compared between networks that are equally good.
     """
 
     function: Callable[..., float]
@@ -59,6 +61,7 @@ class MeasureSpec:
     better: Literal["max", "min"] | None = None
     start: bool = False
     attacked: bool = False
+    kind: Literal["task", "training", "property"] = "property"
 
     @property
     def summary(self) -> str:
@@ -76,11 +79,12 @@ def measure(
     better: Literal["max", "min"] | None = None,
     start: bool = False,
     attacked: bool = False,
+    kind: Literal["task", "training", "property"] = "property",
 ) -> Callable[[Callable[..., float]], Callable[..., float]]:
     """Register a function as the measure of its name; the arguments are those of :class:`MeasureSpec`."""
 
     def add(function: Callable[..., float]) -> Callable[..., float]:
-        _REGISTERED[function.__name__] = MeasureSpec(function, unit, worst, better, start, attacked)
+        _REGISTERED[function.__name__] = MeasureSpec(function, unit, worst, better, start, attacked, kind)
         return function
 
     return add

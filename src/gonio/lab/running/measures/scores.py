@@ -29,19 +29,19 @@ def first_epoch(run: FinishedRun) -> Iterator[Batch]:
     return batches(run.task, run.training.batch_size, seed=run.seed, epoch=0)
 
 
-@measure("%", worst=0.0, better="max")
+@measure("%", worst=0.0, better="max", kind="task")
 def accuracy(run: FinishedRun) -> float:
     """Accuracy on the test split, at the epoch with the best validation score."""
     return score_of(run)
 
 
-@measure("% of runs", worst=0.0, better="max")
+@measure("% of runs", worst=0.0, better="max", kind="training")
 def trains(run: FinishedRun, *, least: float = 50.0) -> float:
     """Share of runs that train: 100 if the test accuracy is at least `least` percent, else 0."""
     return 100.0 if score_of(run) >= least else 0.0
 
 
-@measure("nats")
+@measure("nats", kind="training")
 def loss_after(run: FinishedRun, *, epochs: int) -> float:
     """Mean training loss of the epoch with this number."""
     found = run.curve["train_loss"][epochs - 1]
@@ -56,7 +56,7 @@ def curve_roughness(run: FinishedRun) -> float:
     return 100 * rises / max(losses[0] - min(losses), 1e-12)
 
 
-@measure("%", worst=0.0, better="max")
+@measure("%", worst=0.0, better="max", kind="training")
 def calibrated_accuracy(run: FinishedRun, *, average: str = "moving") -> float:
     """Accuracy with statistics of the normalisation that are `moving` averages or averages over `batches`."""
     if average == "batches":
@@ -81,7 +81,7 @@ def hidden_gradients(run: FinishedRun) -> float:
     return max(0.0, float(run.robustness["pgd"]) - min(others))
 
 
-@measure("%", worst=0.0, better="max")
+@measure("%", worst=0.0, better="max", kind="training")
 def accuracy_after(run: FinishedRun, *, epochs: int, recipe: Mapping[str, Any] | None = None) -> float:
     """Accuracy on the test split after the trained model was changed by a recipe and trained for `epochs` more.
 
@@ -97,7 +97,7 @@ def accuracy_after(run: FinishedRun, *, epochs: int, recipe: Mapping[str, Any] |
     return score_of(run)
 
 
-@measure("bits", worst=8.0, better="min")
+@measure("bits", worst=8.0, better="min", kind="task")
 def bits_per_byte(run: FinishedRun) -> float:
     """Bits per byte of the text on the test split, at the epoch with the best validation score."""
     return score_of(run)

@@ -1,0 +1,293 @@
+"""When the runs of a claim are a fair test of it: rules that are checked before a verdict is given.
+
+An identity is exempt. Every other claim must state what its experiment needs (:class:`Fair`), and its runs must show
+it: every arm trains, the arms' scores agree where another quantity is compared, strengths are tried at several doses,
+learning rates are tuned, training is long enough, and a control arm shows the noise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gonio.lab.claims.claim import CHOICE_SEEDS, FEWEST_DOSES, Arm, Claim, Experiment, TrainingFields
+from gonio.lab.judging.statistics import ALPHA, half_width, points, sign_flip_rows
+from gonio.lab.plan import Measure
+from gonio.lab.running.measures import MeasureSpec, spec_of
+
+FEWEST_TRIALS = 8  # of the learning rate of each arm
+FIELD_EXAMPLES = 10_000
+_PAIRINGS = 400
+_BETTER = {"smaller": "min", "larger": "max", "same": "max"}  # for a score that does not say so itself
+_END = 0.95  # a tuned value further out than this part of the way to an end of its range is at the end
+_Scores = Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Every number of a claim's runs that a verdict depends on.
+
+    Attributes:
+        scores: what the claim is about, by arm and seed; a diverged run has the worst score. unit: of them.
+        reached: score of the task on the test split, by arm and seed; without those of diverged runs.
+        reached_unit: of them.
+        examples: in the training split; 0 if they were not recorded.
+        searched: of each tuned arm, by setting, where in its range the best value lies: −1 at the low end, 1 at the
+            high end.
+    """
+
+    scores: _Scores = field(default_factory=dict)
+    unit: str = ""
+    reached: _Scores = field(default_factory=dict)
+    reached_unit: str = ""
+    examples: int = 0
+    searched: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Runs:
+        """From plain data, whose seeds are text after JSON."""
+        seeds = {
+            name: {arm: {int(seed): value for seed, value in of.items()} for arm, of in data.get(name, {}).items()}
+            for name in ("scores", "reached")
+        }
+        return cls(**{**data, **seeds})
+
+
+def trained(spec: MeasureSpec) -> bool:
+    """Whether the measure is taken of a trained network."""
+    return not spec.start
+
+
+def controlled(claim: Claim, setting: Experiment, *, epochs: int) -> tuple[Arm, ...]:
+    """The arms of an experiment and its controls, which repeat the baseline.
+
+    `again` draws other random numbers; `longer` trains twice as long. An identity needs none, a measure of the start
+    and a claim about speed no longer training.
+
+    Args:
+        epochs: of the task, where neither experiment nor arm says otherwise.
+    """
+    if claim.scope == "identity":
+        return setting.arms
+    base = setting.baseline
+    found = [*setting.arms, base.model_copy(update={"name": "again", "redraw": True, "of": "", "series": ""})]
+    if trained(spec_of(Measure(claim.measure))) and not claim.fair.speed:
+        twice = 2 * (base.training.epochs or setting.training.epochs or epochs)
+        training = TrainingFields(**{**base.training.model_dump(exclude_none=True), "epochs": twice})
+        found.append(base.model_copy(update={"name": "longer", "training": training, "of": "", "series": ""}))
+    return tuple(found)
+
+
+def chosen(claim: Claim, setting: Experiment, runs: Runs) -> dict[str, str]:
+    """The arm that is judged for each side with doses, by the runs of :data:`CHOICE_SEEDS` alone."""
+    found = {}
+    for side in dict.fromkeys(arm.of for arm in setting.arms if arm.of):
+        doses = sorted((arm for arm in setting.arms if arm.of == side), key=lambda arm: arm.level or 0.0)
+        found[side] = (_best if setting.choose == "best" else _strongest)(claim, setting, runs, doses).name
+    return found
+
+
+def _best(claim: Claim, setting: Experiment, runs: Runs, doses: Sequence[Arm]) -> Arm:
+    """The dose with the best mean score, of equal ones the smallest; for a property the score of the task."""
+    spec = spec_of(Measure(claim.measure))
+    if spec.kind == "property":
+        scores, less = runs.reached, claim.fair.ceiling is not None
+    else:
+        scores, less = runs.scores, (spec.better or _BETTER[claim.direction]) == "min"
+    means = [_mean(scores, arm.name, choice=True) for arm in doses]
+    seen = [(-mean if less else mean, -at, arm) for at, (arm, mean) in enumerate(zip(doses, means, strict=True))
+            if mean is not None]  # fmt: skip
+    return max(seen, key=lambda each: each[:2])[2] if seen else doses[0]
+
+
+def _strongest(claim: Claim, setting: Experiment, runs: Runs, doses: Sequence[Arm]) -> Arm:
+    """The largest dose whose task score is as good as the baseline's within the margin; the smallest if none is."""
+    base, margin = _mean(runs.reached, setting.baseline.name, choice=True), claim.fair.margin or 0.0
+    means = [(arm, _mean(runs.reached, arm.name, choice=True)) for arm in doses]
+    kept = [arm for arm, mean in means if base is not None and mean is not None and abs(mean - base) <= margin]
+    return kept[-1] if kept else doses[0]
+
+
+def noise(setting: Experiment, runs: Runs) -> float | None:
+    r"""Half of the 95 % interval that the contrast would have if nothing but the random numbers differed.
+
+    With :math:`s` the standard deviation of `again` − baseline over n seeds, and :math:`w` the factors of the contrast:
+    :math:`t_{n-1}\, s \sqrt{\sum w^2 / 2} / \sqrt n`. None without a control.
+    """
+    pairs = _paired(runs.scores, "again", setting.baseline.name)
+    if len(pairs) < 3:
+        return None
+    scale = math.sqrt(sum(weight**2 for weight in setting.decisive.values()) / 2)
+    return scale * float(half_width(np.asarray(pairs, dtype=np.float64)))
+
+
+def false_verdicts(setting: Experiment, runs: Runs) -> float:
+    """Share of 400 random pairings of `again` with the baseline that a sign-flip test calls different at 5 %."""
+    one, other = ([*runs.scores.get(name, {}).values()] for name in ("again", setting.baseline.name))
+    draw = np.random.Generator(np.random.PCG64(0))
+    rows = np.array([np.asarray(one) - draw.permutation(other) for _ in range(_PAIRINGS)])
+    return float((sign_flip_rows(rows) < ALPHA).mean())
+
+
+def _paired(scores: _Scores, first: str, second: str) -> list[float]:
+    """Differences of two arms over the judged seeds."""
+    one, other = scores.get(first, {}), scores.get(second, {})
+    return [one[seed] - other[seed] for seed in sorted({*one} & {*other} - {*CHOICE_SEEDS})]
+
+
+def _mean(scores: _Scores, arm: str, *, choice: bool = False) -> float | None:
+    found = [score for seed, score in scores.get(arm, {}).items() if (seed in CHOICE_SEEDS) is choice]
+    return statistics.fmean(found) if found else None
+
+
+# --- the rules ----------------------------------------------------------------------------------------------------
+
+
+def obstacle(claim: Claim, setting: Experiment, runs: Runs) -> str:
+    """The first rule that the runs do not keep, in one sentence; empty if they are a fair test."""
+    if claim.scope == "identity":
+        return ""
+    seen = _Seen(claim, setting, runs, spec_of(Measure(claim.measure)))
+    return next((said for rule in RULES.values() if (said := rule(seen))), "")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a rule looks at."""
+
+    claim: Claim
+    setting: Experiment
+    runs: Runs
+    spec: MeasureSpec
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """The arms that are judged."""
+        picked = chosen(self.claim, self.setting, self.runs)
+        names = {picked.get(side, side) for side, weight in self.setting.decisive.items() if weight}
+        return tuple(arm for arm in self.setting.arms if arm.name in names)
+
+    @property
+    def reached(self) -> _Scores:
+        """The task scores; those of the claim where it is about nothing else."""
+        return self.runs.reached or (self.runs.scores if self.spec.kind == "task" else {})
+
+    def mean_reached(self, arm: Arm) -> float | None:
+        """Over the judged seeds; None if a run diverged or was not recorded."""
+        lost = {*self.runs.scores.get(arm.name, {})} - {*self.reached.get(arm.name, {}), *CHOICE_SEEDS}
+        return None if lost else _mean(self.reached, arm.name)
+
+
+def _trains(seen: _Seen) -> str:
+    """Every arm trains, above a floor that the claim states; one of them where the claim is about training itself."""
+    fair = seen.claim.fair
+    if seen.spec.start:
+        return ""
+    if (fair.floor is None) == (fair.ceiling is None):
+        return "The claim states no score that its arms must reach (fair: floor, or ceiling where less is better)."
+    if not seen.reached:
+        return "The task scores of its arms were not recorded; run it again."
+    below = [(arm.name, mean) for arm in seen.arms if not _passes(seen, mean := seen.mean_reached(arm))]
+    if not below or (fair.untrained and len(below) < len(seen.arms)):
+        return ""
+    name, mean = below[0]
+    bound = fair.floor if fair.floor is not None else fair.ceiling
+    found = "diverges" if mean is None else f"reaches {_with_unit(mean, seen.runs.reached_unit or seen.runs.unit)}"
+    return f"An arm does not train: {name} {found}; the claim asks for {bound:g}."
+
+
+def _passes(seen: _Seen, mean: float | None) -> bool:
+    floor, ceiling = seen.claim.fair.floor, seen.claim.fair.ceiling
+    return mean is not None and (floor is None or mean >= floor) and (ceiling is None or mean <= ceiling)
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{value:.4g} {unit}".strip()
+
+
+def _equal_footing(seen: _Seen) -> str:
+    """Where another quantity than the score is compared, the arms' scores agree within a margin."""
+    fair = seen.claim.fair
+    if seen.spec.start or seen.spec.kind != "property" or fair.unequal or len(seen.arms) < 2:
+        return ""
+    if fair.margin is None:
+        return "The claim states no margin within which the scores of its arms must agree (fair: margin)."
+    means = {arm.name: mean for arm in seen.arms if (mean := seen.mean_reached(arm)) is not None}
+    low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    if means[high] - means[low] <= fair.margin:
+        return ""
+    gap = points(means[high] - means[low], seen.runs.reached_unit)
+    return f"The arms are not on an equal footing: {low} and {high} are {gap} apart, more than {fair.margin:g}."
+
+
+def _doses(seen: _Seen) -> str:
+    """A penalty is tried at 6 doses or more, or its strength is tuned; the best dose is not the largest."""
+    setting = seen.setting
+    fixed = [arm.name for arm in seen.arms if not arm.of and arm.built_recipe.penalty]
+    if fixed and setting.tune < FEWEST_TRIALS:
+        return f"One strength of {fixed[0]} says nothing about others; give it {FEWEST_DOSES} doses or more."
+    for arm in (arm for arm in seen.arms if arm.of):
+        levels = sorted(other.level or 0.0 for other in setting.arms if other.of == arm.of)
+        if len(levels) < FEWEST_DOSES:
+            return f"{arm.of} has {len(levels)} doses; give it {FEWEST_DOSES} or more."
+        if setting.choose == "best" and arm.level == levels[-1]:
+            return f"The best dose of {arm.of} is the largest, {arm.level:g}; larger ones may be better still."
+    return ""
+
+
+def _tuned(seen: _Seen) -> str:
+    """Every arm has as many trials of its learning rate, and the best lies inside of the range."""
+    if seen.spec.start or seen.spec.kind == "property" or seen.claim.fair.untuned:
+        return ""
+    if seen.setting.tune < FEWEST_TRIALS:
+        return f"The learning rate of each arm needs {FEWEST_TRIALS} trials or more (tune), or a reason (untuned)."
+    for arm in seen.arms:
+        for name, place in seen.runs.searched.get(arm.name, {}).items():
+            if abs(place) > _END:
+                end = "high" if place > 0 else "low"
+                return f"The best {name} of {arm.name} lies at the {end} end of its range; better ones may lie beyond."
+    return ""
+
+
+def _long_enough(seen: _Seen) -> str:
+    """Twice the training changes the baseline by less than the smallest effect of interest."""
+    if seen.spec.start or seen.claim.fair.speed:
+        return ""
+    gains = _paired(seen.runs.scores, "longer", seen.setting.baseline.name)
+    if not gains:
+        return "It was not run with a control that trains longer; run it again."
+    change = statistics.fmean(gains)
+    if abs(change) < seen.claim.sesoi:
+        return ""
+    moved, least = points(abs(change), seen.runs.unit), points(seen.claim.sesoi, seen.runs.unit)
+    return f"Training is too short: twice as long moves {seen.setting.baseline.name} by {moved}, not below {least}."
+
+
+def _control(seen: _Seen) -> str:
+    """The baseline was run again with other random numbers."""
+    if _paired(seen.runs.scores, "again", seen.setting.baseline.name):
+        return ""
+    return "It was not run with a control that draws other random numbers; run it again."
+
+
+def _real(seen: _Seen) -> str:
+    """A claim of field scope has that many training examples."""
+    if seen.claim.scope != "field" or seen.runs.examples >= FIELD_EXAMPLES:
+        return ""
+    return f"Field scope needs {FIELD_EXAMPLES:,} training examples; found {seen.runs.examples:,}."
+
+
+RULES: Mapping[str, Callable[[_Seen], str]] = {
+    "every arm trains": _trains,
+    "equal footing": _equal_footing,
+    "doses": _doses,
+    "tuned rates": _tuned,
+    "long enough": _long_enough,
+    "a control": _control,
+    "real size": _real,
+}

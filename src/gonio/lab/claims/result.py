@@ -1,0 +1,211 @@
+"""What was found for claims: scores, verdicts, and both as data."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from gonio.lab.claims.claim import CHOICE_SEEDS, Claim, Experiment, families, read_claim
+from gonio.lab.claims.fairness import Runs, chosen, noise, obstacle
+from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, judge
+from gonio.lab.plan import Measure, counted
+from gonio.lab.running.measures import spec_of
+
+# What the verdicts of the engine are called in a scope; in the field they keep their names.
+_SEEN = {"reproduced": "seen", "contradicted": "opposite seen", "no useful effect": "not seen"}
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "identity": {"reproduced": "holds", "contradicted": "fails", "no useful effect": "fails"},
+    "mechanism": _SEEN,
+    "small": _SEEN,
+    "field": {},
+}
+
+
+@dataclass(frozen=True)
+class ClaimResult:
+    """One claim as it was tried.
+
+    Attributes:
+        evidence: the decisive contrast of each judged seed, and what follows from it within the claim's family.
+        full: whether it was the full experiment. plan: hash of the study's plan; empty if it was not tried.
+        runs: every score. missing, failed, diverged: numbers of runs.
+        seconds: CPU seconds of all runs. planned: how many runs there are.
+        histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
+        command: repeats the claim.
+    """
+
+    claim: Claim
+    evidence: Evidence
+    full: bool = False
+    plan: str = ""
+    task: str = ""
+    model: str = ""
+    runs: Runs = field(default_factory=Runs)
+    seconds: float = 0.0
+    planned: int = 0
+    missing: int = 0
+    failed: int = 0
+    diverged: int = 0
+    histograms: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    command: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """The engine's verdict in the words of the claim's scope, e.g. `seen` for `reproduced`."""
+        return WORDS[self.claim.scope].get(self.evidence.verdict, self.evidence.verdict)
+
+    @property
+    def setting(self) -> Experiment | None:
+        """The experiment; None if the claim was not tried."""
+        return self.claim.setting(full=self.full) if self.plan else None
+
+    @property
+    def scores(self) -> Mapping[str, Mapping[int, float]]:
+        """Of each arm, by seed; a diverged run has the worst score."""
+        return self.runs.scores
+
+    @property
+    def contrast(self) -> Mapping[str, float]:
+        """Factor of each arm in the number that is tested, the chosen dose for an arm with doses."""
+        if self.setting is None:
+            return {}
+        picked = chosen(self.claim, self.setting, self.runs)
+        return {picked.get(side, side): weight for side, weight in self.setting.decisive.items()}
+
+    @property
+    def unit(self) -> str:
+        """Of the scores."""
+        return self.evidence.unit
+
+    @property
+    def measured(self) -> str:
+        """What the scores are, in one sentence; empty if the claim was not tried."""
+        return spec_of(Measure(self.claim.measure)).summary if self.plan else ""
+
+    @property
+    def values(self) -> Mapping[int, float]:
+        """The decisive contrast, by judged seed."""
+        scores = {(arm, seed): score for arm, of in self.scores.items() for seed, score in of.items()}
+        seeds = sorted({seed for _, seed in scores} - {*CHOICE_SEEDS})
+        return contrasts(scores, self.contrast, seeds) if self.setting else {}
+
+    def mean(self, arm: str) -> float | None:
+        """Mean score of an arm over the judged seeds."""
+        found = [score for seed, score in self.scores.get(arm, {}).items() if seed not in CHOICE_SEEDS]
+        return statistics.fmean(found) if found else None
+
+
+@dataclass(frozen=True)
+class ClaimResults:
+    """All claims of one run.
+
+    Attributes:
+        versions: of the packages. command: repeats the run.
+    """
+
+    results: tuple[ClaimResult, ...]
+    versions: Mapping[str, str]
+    command: str
+
+    @property
+    def tried(self) -> tuple[ClaimResult, ...]:
+        """The claims with an experiment."""
+        return tuple(found for found in self.results if found.evidence.verdict != "not tried")
+
+    @property
+    def headline(self) -> str:
+        """How many claims ended with each verdict, scope by scope, in one sentence."""
+        if not self.tried:
+            return "No claim was tried."
+        return f"{counted(len(self.tried), 'claim')} tried on this machine: {tally(self.tried)}"
+
+
+def tally(found: Sequence[ClaimResult]) -> str:
+    """The verdicts by scope, e.g. `3 of identities (3 holds), 2 of small scope (1 seen, 1 undecided)`."""
+    parts = []
+    for scope, name in (("identity", "identities"), ("mechanism", "mechanisms"), ("small", "small scope"),
+                        ("field", "field scope")):  # fmt: skip
+        of = [one for one in found if one.claim.scope == scope]
+        order = {WORDS[scope].get(verdict, verdict): None for verdict in VERDICTS}
+        counts = Counter(one.verdict for one in of)
+        listed = ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
+        parts += [f"{name}: {listed}"] if of else []
+    return "; ".join(parts)
+
+
+def judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
+    """The results with verdicts, each corrected within its own family; identities are not corrected."""
+    member = {claim: name for name, of in families().items() for claim in of}
+    evidence = {at: _evidence(one) for at, one in enumerate(found) if one.plan}
+    groups: dict[str, list[int]] = {}
+    for at in evidence:
+        name = found[at].claim.name
+        groups.setdefault(member.get(name, f"{at} {name}"), []).append(at)
+    for family, members in groups.items():
+        size = len(families().get(family, ()))
+        verdicts = judge([evidence[at] for at in members], size=size)
+        evidence |= dict(zip(members, verdicts, strict=True))
+    return tuple(replace(one, evidence=evidence[at]) if one.plan else one for at, one in enumerate(found))
+
+
+def _evidence(one: ClaimResult) -> Evidence:
+    """What was measured, before it is judged."""
+    claim, setting = one.claim, one.claim.setting(full=one.full)
+    return Evidence(
+        values=tuple(one.values.values()), direction=claim.direction, sesoi=claim.sesoi, unit=one.runs.unit,
+        obstacle=obstacle(claim, setting, one.runs), noise=noise(setting, one.runs),
+    )  # fmt: skip
+
+
+def not_tried(claim: Claim, reason: str) -> ClaimResult:
+    """The result of a claim without runs."""
+    return ClaimResult(
+        claim,
+        Evidence(values=(), direction=claim.direction, sesoi=claim.sesoi, unit="", verdict="not tried", reason=reason),
+    )
+
+
+# --- as data ----------------------------------------------------------------------------------------------
+
+
+def as_data(found: ClaimResults) -> dict[str, Any]:
+    """The results as JSON-able data, each number of a run included.
+
+    Example:
+        >>> found = gonio.lab.claims.judge_claims([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
+        >>> gonio.lab.claims.as_data(found)["claims"][0]["evidence"]["verdict"]
+        'not tried'
+    """
+    claims = []
+    for one in found.results:
+        content = one.claim.model_dump(mode="json", exclude_defaults=True)
+        claims.append({**asdict(replace(one, claim=None)), "claim": content})  # type: ignore[arg-type]
+    return {"command": found.command, "versions": dict(found.versions), "claims": claims}
+
+
+def from_data(data: Mapping[str, Any]) -> ClaimResults:
+    """The inverse of :func:`as_data`, also after JSON has made text of the seeds; judged anew by the rules of now.
+
+    Example:
+        >>> found = gonio.lab.claims.judge_claims([gonio.lab.claims.load_claim("bn-imagenet")], "no-folder")
+        >>> gonio.lab.claims.from_data(gonio.lab.claims.as_data(found)) == found
+        True
+    """
+    return ClaimResults(judged([_result(row) for row in data["claims"]]), data["versions"], data["command"])
+
+
+def _result(row: Mapping[str, Any]) -> ClaimResult:
+    """One stored claim before it is judged; a row of gonio 0.1 has `scores` and `runs`, a number, for `runs`."""
+    claim = read_claim(row["claim"], origin=str(row["claim"].get("name")))
+    if not row["plan"]:
+        return not_tried(claim, row.get("evidence", row.get("judgement"))["reason"])
+    known = {each.name: row[each.name] for each in fields(ClaimResult) if each.name in row}
+    if isinstance(row["runs"], int):
+        unit = row["unit"] if "unit" in row else row["evidence"]["unit"]
+        known |= {"planned": row["runs"], "runs": Runs.of({"scores": row["scores"], "unit": unit})}
+    else:
+        known["runs"] = Runs.of(row["runs"])
+    return replace(not_tried(claim, ""), **{**known, "claim": claim, "evidence": not_tried(claim, "").evidence})
