@@ -250,6 +250,14 @@ def test_what_cannot_be_clipped_is_noted_or_refused() -> None:
         gonio.clip_qk_(model, optimizer, example=X)
 
 
+def test_weights_of_two_attentions_are_refused() -> None:
+    model = nn.ModuleDict({"one": Attend(), "two": Attend()})
+    model["two"].a = model["one"].a
+    model.forward = lambda x: model["two"](model["one"](x))  # type: ignore[method-assign]
+    with pytest.raises(NoMatchError, match=r"one \(another attention has the same weights\)"):
+        gonio.clip_qk_(model, still(model), example=X)
+
+
 def test_undo_ends_it_and_a_second_one_is_refused() -> None:
     model = grown(Attend())
     optimizer = still(model)

@@ -15,6 +15,7 @@ import gonio
 from bank.live import timm_models, transformers_models
 from catalog import seeded
 from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.penalty.matrices import Blocks
 from gonio.surgery import Attention, Part, anatomy, facts
 from surgery.anatomy_truth import TIMM, TRANSFORMERS, WITHOUT, Truth
 from surgery.net import Net
@@ -127,7 +128,7 @@ def test_torchs_transformer_layers_with_masks() -> None:
     assert [block.path for block in found.attention] == [
         "encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn",
     ]  # fmt: skip
-    assert [(str(mlp.up), mlp.down) for mlp in found.mlps] == [
+    assert [(str(mlp.up), mlp.down.tensor) for mlp in found.mlps] == [
         (f"{part}.layers.0.linear1.weight[0:20]", f"{part}.layers.0.linear2.weight") for part in ("encoder", "decoder")
     ]
     assert found.unknown == {}
@@ -195,14 +196,84 @@ def test_gate_and_up_are_told_apart_by_what_they_do(name: str) -> None:
     layers = {"up": nn.Linear(6, 8), "gate": nn.Linear(6, 8), "down": nn.Linear(8, 4)}
     model = Net(lambda m, x: m.down(m.gate(x) * act(m.up(x))), **layers)  # the names are wrong
     (mlp,) = anatomy(model, example=seeded(5, 6)).mlps
-    assert (str(mlp.up), str(mlp.gate), mlp.down) == ("gate.weight[0:8]", "up.weight[0:8]", "down.weight")
+    assert (str(mlp.up), str(mlp.gate), str(mlp.down)) == ("gate.weight[0:8]", "up.weight[0:8]", "down.weight[:, 0:8]")
     plain = Net(lambda m, x: m.down(act(m.up(x))), **layers)
     (mlp,) = anatomy(plain, example=seeded(5, 6)).mlps
-    assert (str(mlp.up), mlp.gate, mlp.down) == ("up.weight[0:8]", None, "down.weight")
+    assert (str(mlp.up), mlp.gate, str(mlp.down)) == ("up.weight[0:8]", None, "down.weight[:, 0:8]")
     fused = Net(lambda m, x: m.down(m.both(x)[..., 8:] * act(m.both(x)[..., :8])), both=nn.Linear(6, 16), **layers)
     assert anatomy(fused, example=seeded(5, 6)).mlps == ()  # two calls of one layer
     (mlp,) = anatomy(Net(_once(act), both=nn.Linear(6, 16), **layers), example=seeded(5, 6)).mlps
     assert (str(mlp.up), str(mlp.gate)) == ("both.weight[8:16]", "both.weight[0:8]")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_gate_that_is_nearly_linear_is_a_gate(seed: int) -> None:
+    torch.manual_seed(seed)
+    layers = {"up": nn.Linear(6, 8), "gate": nn.Linear(6, 8), "down": nn.Linear(8, 4)}
+    model = Net(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), **layers)
+    (mlp,) = anatomy(model, example=0.05 * seeded(50, 6, seed=seed)).mlps
+    assert (mlp.up.tensor, mlp.gate and mlp.gate.tensor) == ("up.weight", "gate.weight")
+
+
+class Misnamed(nn.Module):
+    """An RMSNorm whose gain is called a bias, and the shift a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.weight = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt() * self.bias + self.weight
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gains_are_what_multiplies(frozen: bool) -> None:
+    layers = {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6), "own": Misnamed(), "layer": nn.LayerNorm(6)}
+    model = Net(lambda m, x: m.layer(m.b(m.own(m.a(x)))), **layers)
+    model.requires_grad_(not frozen)
+    assert anatomy(model, example=seeded(4, 6)).norms == ("own.bias", "layer.weight")
+
+
+def test_experts_that_are_stored_with_their_inputs_first() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Parameter(torch.randn(3, 6, 16)), nn.Parameter(torch.randn(3, 8, 6))
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = torch.bmm(self.first(x).expand(3, -1, -1), self.wide).chunk(2, -1)
+            return torch.bmm(F.silu(gate) * up, self.narrow).sum(0)
+
+    model = nn.Sequential(Experts(), nn.Linear(6, 2))
+    found = anatomy(model, example=seeded(5, 6))
+    (mlp,) = found.mlps
+    assert (mlp.experts, str(mlp.gate), str(mlp.up)) == (3, "0.wide[:, :, 0:8]", "0.wide[:, :, 8:16]")
+    assert found.roles["0.narrow"] == ("down", "expert")
+    groups = gonio.param_groups(model, matrices=True, heads=found)
+    assert groups.matrices["0.wide"] == "3 matrices 16×6"
+    assert groups.matrices["0.narrow"] == "3 matrices 6×8"
+    blocks = Blocks.of(groups[0]["blocks"][0])
+    assert torch.equal(blocks.join(blocks.split(model[0].wide), model[0].wide), model[0].wide)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"add_zero_attn": True}, "torch's attention has further keys, or an input without a batch"),
+        ({"add_bias_kv": True}, "torch's attention has further keys, or an input without a batch"),
+    ],
+)
+def test_torchs_attention_in_forms_that_are_not_taken_apart(options: dict[str, bool], why: str) -> None:
+    layer = nn.MultiheadAttention(12, 3, **options)
+    assert anatomy(layer, example=(_X, _X, _X)).unknown == {"": why}
+
+
+def test_torchs_attention_with_a_computed_weight() -> None:
+    layer = nn.MultiheadAttention(12, 3)
+    gonio.parametrize_(layer, gonio.parametrizations.WeightNorm(), tensor="in_proj_weight")
+    why = "a weight of torch's attention is computed from other tensors"
+    assert anatomy(layer, example=(_X, _X, _X)).unknown == {"": why}
 
 
 def _once(act: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,8 +138,11 @@ def _chosen(
     at = {site.path: site for site in sites(model)}
     parameters = dict(unwrapped(model).named_parameters())
     reasons = dict(found.unknown)
+    used = Counter(part.tensor for block in found.attention for part in {p for head in block.query for p in head})
     for block in found.attention:
         why = _why_not(block, parameters, trained)
+        if why is None and any(used[part.tensor] > block.heads for head in block.query for part in head):
+            why = "another attention has the same weights"
         if why is not None:
             reasons[block.path] = why
     able = [block for block in found.attention if block.path not in reasons]

@@ -29,7 +29,7 @@ class Blocks:
 
     Attributes:
         matrices: equal parts of dim 0: groups of a convolution, gates of an LSTM.
-        transposed: whether filters are on dim 1 of each part.
+        transposed: whether filters are on dim 1 of each part, or on dim 2 of a stacked weight.
         rows: sizes into which the filters of a part are cut, repeated until all are; () for no further cut. The heads
             of queries, keys and values are consecutive rows in every order in which they are packed.
         stacked: whether dim 0 of a weight in three dimensions counts matrices, as for stacked experts.
@@ -61,7 +61,7 @@ class Blocks:
 
     def split(self, weight: Tensor) -> list[Tensor]:
         """The blocks as stacks of matrices (number, rows, columns), one stack for each size in `rows`."""
-        view = weight if self.stacked else matrix_view(weight, self._layout)
+        view = matrix_view(weight, self._layout) if not self.stacked else weight.mT if self.transposed else weight
         if not self.rows:
             return [view]
         return list(view.unflatten(1, (-1, sum(self.rows))).flatten(0, 1).split(self.rows, dim=1))
@@ -69,7 +69,7 @@ class Blocks:
     def join(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """A weight of the shape of `like` from its blocks: the inverse of :meth:`split`."""
         if self.stacked:
-            return parts[0]
+            return parts[0].mT if self.transposed else parts[0]
         filters = like.shape[1] if self.transposed else like.shape[0] // self.matrices
         return unview(torch.cat(list(parts), 1).reshape(self.matrices, filters, -1), like.shape, self._layout)
 
@@ -180,8 +180,8 @@ def _kinds(
             tied = ref is not None and not isinstance(ref.module, TABLES)
             found[name] = f"tied to the table {tables[id(parameter)]}" if tied else "a table that is looked up"
         elif ref is None or reasons[name] == "one number per unit":
-            roles = heads.roles.get(name, ()) if isinstance(heads, Anatomy) else ()
-            found[name] = _stacked(holders.get(id(parameter)), parameter, roles) or _why_none(name, parameter)
+            stated = _stacked(holders.get(id(parameter)), parameter)
+            found[name] = (_of_anatomy(heads, name, parameter) or stated) or _why_none(name, parameter)
         elif id(ref.module) in ends:
             found[name] = "the output layer"
         else:
@@ -199,11 +199,18 @@ def _why_none(name: str, parameter: Tensor) -> str:
     return "one number per unit" if sum(size > 1 for size in parameter.shape) < 2 else "no weight with filters"
 
 
-def _stacked(holder: nn.Module | None, parameter: Tensor, roles: Sequence[str] = ()) -> Blocks | None:
+def _of_anatomy(heads: Mapping[str, int] | Anatomy, name: str, parameter: Tensor) -> Blocks | None:
+    """A stack of experts that an anatomy has found, with the sides on which it has their inputs."""
+    if not isinstance(heads, Anatomy) or "expert" not in heads.roles.get(name, ()):
+        return None
+    return Blocks(parameter.shape[0], heads.stored_transposed(name), stacked=True)
+
+
+def _stacked(holder: nn.Module | None, parameter: Tensor) -> Blocks | None:
     """A stack of experts: a parameter of three dimensions, of a module or a configuration with so many experts."""
     if holder is None or parameter.ndim != 3 or min(parameter.shape) < 2:
         return None
-    known = "expert" in roles or stated_number(holder, EXPERTS) == parameter.shape[0]
+    known = stated_number(holder, EXPERTS) == parameter.shape[0]
     return Blocks(parameter.shape[0], stacked=True) if known else None
 
 

@@ -81,14 +81,14 @@ class Mlp:
 
     Attributes:
         path: the module that calls the last layer.
-        up, down: weights, with the rows of a fused one.
+        up, down: the rows that compute the units, and the columns that read them.
         gate: the rows whose activation multiplies the outputs of `up`; None where there is none.
         experts: the number of experts in a stacked weight; 0 for no stack.
     """
 
     path: str
     up: Part
-    down: str
+    down: Part
     gate: Part | None = None
     experts: int = 0
 
@@ -132,14 +132,19 @@ class Anatomy:
             if mlp.gate is not None:
                 found.setdefault(mlp.gate.tensor, {})["gate"] = None
             found.setdefault(mlp.up.tensor, {})["up"] = None
-            found.setdefault(mlp.down, {})["down"] = None
-            for name in [n for n in (mlp.up.tensor, mlp.down) if mlp.experts]:
+            found.setdefault(mlp.down.tensor, {})["down"] = None
+            for name in [n for n in (mlp.up.tensor, mlp.down.tensor) if mlp.experts]:
                 found[name]["expert"] = None
         for role, names in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers),
                             ("norm gain", self.norms)):  # fmt: skip
             for name in names:
                 found.setdefault(name, {})[role] = None
         return {name: tuple(roles) for name, roles in found.items()}
+
+    def stored_transposed(self, tensor: str) -> bool:
+        """Whether a stack of experts has its inputs before its outputs."""
+        return any((part.tensor, part.dim) == (tensor, dim) for mlp in self.mlps if mlp.experts
+                   for part, dim in ((mlp.up, 2), (mlp.gate or mlp.up, 2), (mlp.down, 1)))  # fmt: skip
 
     def rows_of_heads(self, tensor: str) -> tuple[int, ...]:
         """The sizes of consecutive heads of a weight that computes several of queries, keys and values, in its order.
@@ -208,7 +213,7 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     """
     inner = unwrapped(model)
     run = record(inner, generated_example(inner) if example is None else example)
-    unknown: dict[str, str] = {}
+    unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
         found = _block_of(run, product)
@@ -223,7 +228,7 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     paths = Counter(path for path, _ in blocks) + Counter(list(unknown))
     return Anatomy(
         tuple(replace(block, alone=paths[block.path] == 1) for block in blocks.values()),
-        tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down not in read)),
+        tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down.tensor not in read)),
         tuple(dict.fromkeys(name for name, _ in run.tables)),
         tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
         tuple(dict.fromkeys(call.tensor for _, x in run.chosen if (call := _one(run, x)) is not None)),
@@ -386,18 +391,15 @@ class _Block:
         return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
 
     def _scales(self, sources: list[_Sources]) -> bool:
-        """Whether the logits are proportional to what these rows give: ⟨∂x/∂out, out⟩ = x for x = ⟨noise, logits⟩."""
+        """Whether the logits are proportional to what these rows give: their derivative along it is they themselves."""
         if self.product.passed or not all(self.calls[n].plain for each in sources for n in each):
             return False
         logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
-        terms = torch.where(logits > _MASKED, logits, torch.zeros_like(logits)) * _noise(logits)
-        rows = {n: sorted(frozenset().union(*(each.get(n, ()) for each in sources))) for s in sources for n in s}
-        found = torch.autograd.grad(terms.sum(), [self.calls[n].out for n in rows], retain_graph=True)
-        euler = 0.0
-        for (n, channels), gradient in zip(rows.items(), found, strict=True):
-            mine = (gradient * self.calls[n].out.detach()).movedim(self.calls[n].channel, -1)
-            euler += float(mine[..., channels].sum())
-        return abs(euler - float(terms.detach().sum())) <= 1e-4 * float(terms.detach().abs().sum())
+        logits = torch.where(logits > _MASKED, logits, torch.zeros_like(logits))
+        joined: dict[int, frozenset[int]] = {}
+        for each in sources:
+            joined.update({n: joined.get(n, frozenset()) | channels for n, channels in each.items()})
+        return _equal(_changes(logits, [joined], self.calls)[0], logits)
 
     def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
         """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
@@ -427,29 +429,35 @@ class _Block:
                 return "its heads are mixed: changes of a head's queries and of its values act on different columns"
         if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
             return "its heads are mixed before the next layer"
-        dim = reader.out_dim + 1 if reader.index is None and reader.out_dim == 0 else reader.out_dim - 1
-        return tuple(Part.of(reader.tensor, sorted(columns), dim) for columns in of_queries)
+        return tuple(Part.of(reader.tensor, sorted(columns), reader.in_dim) for columns in of_queries)
 
     def _moved(self, reader: Call, heads: list[_Sources]) -> list[frozenset[int]]:
         """The channels of what a layer reads that change with the outputs of a head's rows."""
-        used = list({n: None for head in heads for n in head})
-        outs = [self.calls[n].out for n in used]
-        weight = _noise(reader.x).requires_grad_()
-        gradients = torch.autograd.grad(
-            (reader.x * weight).sum(), outs, create_graph=True, retain_graph=True, allow_unused=True
-        )
-        found = []
-        for head in heads:
-            total = torch.zeros((), dtype=weight.dtype, device=weight.device)
-            for n, out, gradient in zip(used, outs, gradients, strict=True):
-                if gradient is not None and n in head:
-                    mask = torch.zeros_like(out)
-                    dim = self.calls[n].channel
-                    mask.index_fill_(dim, torch.tensor(sorted(head[n]), device=out.device), 1)
-                    total = total + (gradient * (out.detach() * mask)).sum()
-            moved = torch.autograd.grad(total, weight, retain_graph=True)[0] if total.requires_grad else None
-            found.append(frozenset() if moved is None else _channels(moved, reader.channel))
-        return found
+        return [_channels(moved, reader.channel) for moved in _changes(reader.x, heads, self.calls)]
+
+
+def _changes(x: Tensor, parts: Sequence[_Sources], calls: Sequence[Call]) -> list[Tensor]:
+    """For each part the derivative of x along its outputs: where x is linear, what x loses without them."""
+    used = list({n: None for part in parts for n in part})
+    weight = _noise(x).requires_grad_()
+    outs = [calls[n].out for n in used]
+    gradients = torch.autograd.grad((x * weight).sum(), outs, create_graph=True, retain_graph=True, allow_unused=True)
+    found = []
+    for part in parts:
+        total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        for n, out, gradient in zip(used, outs, gradients, strict=True):
+            if gradient is not None and n in part:
+                rows = torch.tensor(sorted(part[n]), device=out.device)
+                mine = torch.zeros_like(out).index_fill_(calls[n].channel, rows, 1)
+                total = total + (gradient * (out.detach() * mine)).sum()
+        moved = torch.autograd.grad(total, weight, retain_graph=True)[0] if total.requires_grad else None
+        found.append(torch.zeros_like(weight) if moved is None else moved)
+    return found
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Entry by entry, up to rounding."""
+    return float((a - b).detach().abs().max()) <= 50 * torch.finfo(b.dtype).eps * float(b.detach().abs().max())
 
 
 def _distinct(sources: list[_Sources]) -> tuple[list[_Sources], list[int]]:
@@ -488,8 +496,11 @@ def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[
     if not halves or not _entrywise(reader, calls, len(halves)) or _norms_between(run, [reader.x], outs):
         return None
     up, gate = _roles(reader, outs, halves)
-    stacked = parameters[calls[0].tensor].shape[0] if calls[0].index is not None else 0
-    return None if up is None else Mlp(reader.path, up, reader.tensor, gate, stacked)
+    weight = parameters[calls[0].tensor]
+    stacked = weight.shape[0] if weight.ndim == 3 and reader.channel == -1 else 0
+    return (
+        None if up is None else Mlp(reader.path, up, Part.of(reader.tensor, range(units), reader.in_dim), gate, stacked)
+    )
 
 
 def _norms_between(run: Run, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
@@ -533,8 +544,7 @@ def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part 
     """Which part is up, and which is the gate; (None, None) where that is not known."""
     noise = _noise(reader.x)
     gradients = torch.autograd.grad((reader.x * noise).sum(), outs, retain_graph=True)
-    terms = (reader.x * noise).detach()
-    aim, size = float(terms.sum()), float(terms.abs().sum())
+    terms = (reader.x * noise).detach().movedim(reader.channel, -1)
     if len(halves) == 1:
         slopes = (gradients[0].movedim(reader.channel, -1).reshape(noise.movedim(reader.channel, -1).shape)
                   / noise.movedim(reader.channel, -1))  # fmt: skip
@@ -542,7 +552,7 @@ def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part 
     linear, positive = [], []
     for _, n, channels in halves:
         g, out = (t.detach().movedim(reader.channel, -1)[..., channels] for t in (gradients[n], outs[n]))
-        linear.append(abs(float((g * out).sum()) - aim) <= 1e-4 * size)
+        linear.append(_equal(g * out, terms))
         active = reader.x.movedim(reader.channel, -1).reshape(out.shape) != 0
         positive.append(bool((out[active] >= 0).all()))
     if linear == [True, True]:  # the gate of ReLU is where both are proportional

@@ -77,6 +77,7 @@ class Call:
 
     Attributes:
         tensor: the weight's name; its entries from `start` on, along `out_dim`, are channels of the output.
+        in_dim: the dimension of the weight that counts the inputs.
         index: the expert, of a stacked weight; None for others.
         x: the input, with its graph; out: the output, at which graphs end.
         channel: the dimension of `out` (and of `x`) that counts the outputs (and the inputs).
@@ -88,6 +89,7 @@ class Call:
     tensor: str
     bias: str
     out_dim: int
+    in_dim: int
     start: int
     index: int | None
     x: Tensor
@@ -118,6 +120,7 @@ class Run:
     normed: list[Tensor] = field(default_factory=list)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
     chosen: list[tuple[str, Tensor]] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)  # by path, why attention there was not recorded
     outputs: Any = None
 
 
@@ -196,15 +199,16 @@ class Recorder(Products):
         if name in _CONVOLUTIONS:
             if out.ndim != weight.ndim or transposed:
                 return None
-            out_dim, channel, pointwise = 0, 1, weight[0, 0].numel() == 1
+            out_dim, in_dim, channel, pointwise = 0, 1, 1, weight[0, 0].numel() == 1
         else:
             rows = self._own(weight).ndim - 2
-            out_dim, channel, pointwise = rows + (by_rows == transposed), -1, True
+            out_dim, in_dim = (rows + 1, rows) if by_rows == transposed else (rows, rows + 1)
+            channel, pointwise = -1, True
             start = start if out_dim == rows else 0
         ended = out.detach().clone().requires_grad_()
         known = "" if bias is None else self._names.get(id(bias), "")
         plain = bias is None or bool(known)
-        made = Call(self.stack[-1], tensor, known, out_dim, start, index, x, ended, channel, pointwise, plain)
+        made = Call(self.stack[-1], tensor, known, out_dim, in_dim, start, index, x, ended, channel, pointwise, plain)
         self.run.calls.append(made)
         return ended.clone()  # the model may change it in place
 
@@ -245,7 +249,9 @@ class Recorder(Products):
             self._known[key] = bool(stated or measured)
         if not self._known[key]:
             return None
-        gains = [n for n, p in module._parameters.items() if p is not None and p.ndim == 1 and "bias" not in n]
+        self._paused = True
+        gains = _gains_of(module, given[0])
+        self._paused = False
         self.run.norms.update(dict.fromkeys(self._names[id(module._parameters[n])] for n in gains))
         return self._normed(given[0], out) if out.grad_fn is not None else None
 
@@ -274,18 +280,24 @@ class Recorder(Products):
         a = given.arguments
         odd = (a["bias_k"], a["static_k"], a["static_v"])
         if a["add_zero_attn"] or any(each is not None for each in odd) or a["query"].ndim == 2:
+            self.run.unknown[self.stack[-1]] = "torch's attention has further keys, or an input without a batch"
             return result
         before, bias = len(self.run.calls), a["in_proj_bias"]
         separate = a["use_separate_proj_weight"]
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         weights = [a[name] for name in names] if separate else a["in_proj_weight"].chunk(3)
-        shifts = [None] * 3 if bias is None else bias.chunk(3)
-        made = []
-        for place, x in enumerate((a["query"], a["key"], a["value"])):
-            tensor, start, _, _ = self._located(weights[place]) or ("", 0, None, False)
-            ended = F.linear(x, weights[place], shifts[place]).detach().requires_grad_()
-            self.run.calls.append(Call(self.stack[-1], tensor, "" if bias is None else self._names.get(id(bias), ""),
-                                       0, start, None, x, ended, -1))  # fmt: skip
+        shifts, made = [None] * 3 if bias is None else bias.chunk(3), []
+        places = [self._located(weight) for weight in weights]
+        known = "" if bias is None else self._names.get(id(bias), "")
+        for place, weight, shift, x in zip(places, weights, shifts, (a["query"], a["key"], a["value"]), strict=True):
+            if place is None:
+                self.run.unknown[self.stack[-1]] = "a weight of torch's attention is computed from other tensors"
+                return result
+            ended = F.linear(x, weight, shift).detach().requires_grad_()
+            plain = bias is None or bool(known)
+            self.run.calls.append(
+                Call(self.stack[-1], place[0], known, 0, 1, place[1], None, x, ended, -1, plain=plain)
+            )
             made.append(ended.clone().unflatten(-1, (a["num_heads"], -1)).permute(1, 2, 0, 3))
         query, key, value = made
         logits = query @ key.mT * query.shape[-1] ** -0.5
@@ -294,6 +306,7 @@ class Recorder(Products):
         y = F.linear(x, a["out_proj_weight"], a["out_proj_bias"])
         if not _alike(y, result[0]):
             del self.run.calls[before:]
+            self.run.unknown[self.stack[-1]] = "torch's attention gives another result than its formula"
             return result
         self.found(Product(self.stack[-1], query, key, value, out, logits), (), {})
         operands = [each for each in (x, a["out_proj_weight"], a["out_proj_bias"]) if each is not None]
@@ -325,6 +338,20 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     plain._forward_hooks.clear()
     plain._forward_pre_hooks.clear()
     return plain
+
+
+def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
+    """The parameters by which a norm multiplies: the derivative of the sum of its results differs between entries."""
+    own = {n: p.detach().clone().requires_grad_() for n, p in norm._parameters.items() if p is not None and p.ndim == 1}
+    if not own:
+        return []
+    out = torch.func.functional_call(_without_hooks(norm), own, (x.detach(),))
+    found = torch.autograd.grad(out.sum(), list(own.values()), allow_unused=True)
+    return [
+        n
+        for n, g in zip(own, found, strict=True)
+        if g is not None and float(g.max() - g.min()) > 1e-4 * float(g.abs().max())
+    ]
 
 
 def _push(stack: list[str], path: str, *_: Any) -> None:
