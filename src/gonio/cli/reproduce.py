@@ -22,7 +22,9 @@ _START = 0.3  # seconds to start a run's process
 
 _Names = Annotated[
     list[str] | None,
-    typer.Argument(help="Claims of the catalogue, or claim files; default: all quick ones.", metavar="CLAIM"),
+    typer.Argument(
+        help="Claims of the catalogue, claim files, or PACKAGE:CLAIM; default: all quick ones.", metavar="CLAIM"
+    ),
 ]
 _List = Annotated[bool, typer.Option("--list", help="List the claims, and stop.")]
 _Full = Annotated[bool, typer.Option("--full", help="The full experiments: minutes to hours.")]
@@ -41,7 +43,10 @@ _Jobs = Annotated[
 _Task = Annotated[str | None, typer.Option("--task", help="Your own task, as for gonio compare.", metavar="TASK")]
 _Model = Annotated[str | None, typer.Option("--model", help=f"{options.MODEL_HELP}.", metavar="MODEL")]
 _Data = Annotated[
-    str | None, typer.Option("--data", help="Folder with the four files of Fashion-MNIST.", metavar="FOLDER")
+    str | None,
+    typer.Option(
+        "--data", help="Folder of Fashion-MNIST or CIFAR-10, or file of text, for claims on them.", metavar="FOLDER"
+    ),
 ]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the runs and their estimated time, and stop.")]
 _Output = Annotated[Path, typer.Option("-o", "--output", help="Folder of the studies.", metavar="STUDY")]
@@ -67,11 +72,11 @@ def reproduce(
     Without arguments: every quick claim, on handwritten digits. Each claim is a study in a folder of its own; rerun
     the same command to resume.
     """
-    from gonio.lab.claims import ClaimOptions, load_claims
+    from gonio.lab.claims import ClaimOptions, load_claims, shipped_names
 
     claims: Sequence[Claim] = load_claims(names or ())
     if list_claims:
-        _list(claims)
+        _list([*claims, *load_claims(shipped_names())] if shipped_names() and not names else claims)
         return
     claims = [claim for claim in claims if names or full or claim.budget == "quick"]
     chosen = ClaimOptions(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model, data=data)

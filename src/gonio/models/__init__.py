@@ -7,8 +7,10 @@ from gonio.models.built_in import (
     deep_cnn,
     deep_mlp,
     digits_cnn,
+    plain_cnn9,
     pointnet,
     residual_mlp,
+    resnet20,
 )
 from gonio.models.by_name import ModelFactory, resolve
 
@@ -20,8 +22,10 @@ __all__ = [
     "deep_cnn",
     "deep_mlp",
     "digits_cnn",
+    "plain_cnn9",
     "pointnet",
     "residual_mlp",
+    "resnet20",
     "resolve",
 ]
 __dir__ = __all__.copy  # the public names alone

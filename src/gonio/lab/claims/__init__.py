@@ -12,6 +12,7 @@ from gonio.lab.claims.claim import (
     families,
     load_claim,
     load_claims,
+    shipped_names,
 )
 from gonio.lab.claims.experiment import ClaimOptions, judge_claims, plan_claim, try_claims
 from gonio.lab.claims.fairness import Runs
@@ -41,6 +42,7 @@ __all__ = [
     "load_claim",
     "load_claims",
     "plan_claim",
+    "shipped_names",
     "tally",
     "try_claims",
 ]

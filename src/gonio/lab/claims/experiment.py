@@ -24,7 +24,13 @@ from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
 from gonio.models.by_name import code_digests
 
-_FOLDER_TASK = "fashion-mnist"
+# Where the data of a task lie that is no part of the package, unless --data says so.
+_WHERE = {
+    "cifar10": "data/cifar-10-batches-bin",
+    "fashion-mnist": FASHION_FOLDER,
+    "fashion-mnist-full": FASHION_FOLDER,
+    "text": "data/shakespeare.txt",
+}
 # A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
 # would not pass Holm over the catalogue.
 FULL_SEEDS = 12
@@ -38,7 +44,7 @@ class ClaimOptions:
         full: the full experiment, not the quick one.
         seeds: number of seeds; None: the claim's own, at least 12 in the full experiment.
         first_seed: the first of them.
-        task, model: in place of the claim's own. data: folder of the files of Fashion-MNIST.
+        task, model: in place of the claim's own. data: folder or file of the task's data, where it is no built-in one.
     """
 
     full: bool = False
@@ -73,7 +79,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
             "Leave --model out, or choose a claim whose arms are recipes.",
         )  # fmt: skip
     named = options.task or setting.task
-    spec = f"{_FOLDER_TASK}:{options.data or FASHION_FOLDER}" if named == _FOLDER_TASK else named
+    spec = f"{named}:{options.data or _WHERE[named]}" if named in _WHERE else named
     task = resolve_task(spec)
     model = options.model or setting.model.get("name", task.model)
     own = max(setting.seeds, FULL_SEEDS) if options.full else setting.seeds
@@ -190,7 +196,7 @@ def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
         not_tried(claim, ""),
         full=full,
         plan=plan.hash,
-        task=plan.task.partition(":")[0] if plan.task.startswith(_FOLDER_TASK) else plan.task,
+        task=named if (named := plan.task.partition(":")[0]) in _WHERE else plan.task,
         model=plan.model,
         runs=_numbers(plan, runs),
         seconds=sum(record.seconds or 0.0 for record in runs),
