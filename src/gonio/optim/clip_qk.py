@@ -73,8 +73,8 @@ def clip_qk_(
     max ‖q‖ · max ‖k‖ exceeds the limit. The optimizer's state stays as it is.
 
     Args:
-        model: :func:`gonio.surgery.anatomy` must know its attention. In DistributedDataParallel, all processes use the
-            largest logit of all.
+        model: :func:`gonio.surgery.anatomy` must know its attention. Of several processes, pass the
+            DistributedDataParallel: all of them use the largest logit of all.
         optimizer: of the weights of queries and keys.
         limit: the limit τ.
         where: which modules that multiply queries and keys; None for all that can be clipped.
@@ -87,7 +87,7 @@ def clip_qk_(
             which have no scale; logits with a cap or with a bias of positions; weights that are held or are not in the
             optimizer; a module of several products.
         NotApplicableError: if `where` selects one that cannot be clipped; for sharded parameters; in one of the first
-            steps, if no logit was observed since the step before, as of a compiled attention.
+            steps, if no logit was observed, and if several processes train a model that is not the one replicated.
         AlreadyAppliedError: if a selected attention is clipped already.
         InvalidArgumentError: for a limit that is not positive, and as :func:`gonio.surgery.anatomy` and
             :func:`gonio.hold_`.
@@ -216,7 +216,11 @@ class _Clip:
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
         seen = [(each.block, each.taken()) for each in self._observed]
-        if is_replicated(self._model) and dist.is_initialized():
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if not is_replicated(self._model):
+                why = "several processes train, and the logits of the others are not known"
+                do = "Call clip_qk_ on the DistributedDataParallel that is around the model."
+                raise NotApplicableError("clip_qk_", "", why, do, action="clip logits of")
             seen = [(block, _of_all(values, block, self._device())) for block, values in seen]
         self.last = [(block, values) for block, values in seen if values is not None]
         self._check_observed()
