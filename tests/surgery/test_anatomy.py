@@ -21,7 +21,7 @@ from surgery.anatomy_truth import TIMM, TRANSFORMERS, WITHOUT, Truth
 from surgery.net import Net
 
 CASES = {case.name: case for case in (*transformers_models.CASES, *timm_models.CASES)}
-QUICK = ("BERT", "GPT-2", "Falcon", "Llama", "OLMo 2", "DeepSeek V3", "vit_tiny_patch16_224", "levit_128s")
+QUICK = ("BERT", "GPT-2", "Falcon", "Llama", "OLMo 2", "DeepSeek V3", "vit_tiny_patch16_224")
 
 
 def cases(names: Any) -> list[Any]:
@@ -420,6 +420,29 @@ def test_what_is_not_known_is_named() -> None:
     assert "unknown: its heads are mixed" in str(found)
     one = anatomy(MultiHeadAttention(lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v), example=seeded(2, 1, 8))
     assert one.unknown == {"": "its softmax is over one key: pass an example of more tokens"}
+
+
+def test_an_attention_that_looks_at_one_token_is_attention() -> None:
+    """Its queries have no derivative, but values have: heads of their own are known by them, shared ones are not."""
+    layers = {name: nn.Linear(8, 8) for name in "abcd"}
+
+    def compute(m: Any, x: Tensor, shared: bool = False) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (m.a, m.b, m.c))
+        k, v = (t[:, :1].expand(-1, 2, -1, -1) if shared else t for t in (k, v))
+        return m.d(((1e6 * q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    (block,) = anatomy(Net(compute, **layers), example=seeded(2, 5, 8)).attention
+    assert [str(part) for part in block.output] == ["d.weight[:, 0:4]", "d.weight[:, 4:8]"]
+    found = anatomy(Net(lambda m, x: compute(m, x, True), **layers), example=seeded(2, 5, 8))
+    assert found.attention == ()
+    assert list(found.unknown) == [""]
+
+
+def test_a_permutation_of_tokens_is_no_mlp() -> None:
+    """Of the same entries at most positions: every one is looked at."""
+    order = torch.tensor([0, 1, 2, 4, 3, 5, 6, 7])
+    model = Net(lambda m, x: m.b(torch.relu(m.a(x))[:, order]), a=nn.Linear(6, 8), b=nn.Linear(8, 6))
+    assert anatomy(model, example=seeded(4, 8, 6)).mlps == ()
 
 
 def test_computed_weights_are_not_those_of_a_parameter() -> None:

@@ -423,10 +423,17 @@ class _Block:
             return "no layer reads its result"
         of_queries = self._moved(reader, queries)
         of_values = self._moved(reader, values)
+        shared = len(of_values) < len(of_queries)
         for group, columns in enumerate(of_values):
-            mine = [of_queries[h] for h, g in enumerate(groups) if g == group]
-            if columns != frozenset[int]().union(*mine) or not columns:
+            mine = frozenset[int]().union(*(of_queries[h] for h, g in enumerate(groups) if g == group))
+            # a softmax that is saturated in the run has no derivative by its queries
+            if not columns or not (mine == columns if shared else mine <= columns):
                 return "its heads are mixed: changes of a head's queries and of its values act on different columns"
+        if not shared:
+            of_queries = [of_values[group] for group in groups]
+        rows = [sum(len(channels) for channels in each.values()) for each in values]
+        if any(len(columns) != rows[group] for columns, group in zip(of_queries, groups, strict=True)):
+            return "a head has not as many columns as values, or some of them are 0 in the run"
         if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
             return "its heads are mixed before the next layer"
         return tuple(Part.of(reader.tensor, sorted(columns), reader.in_dim) for columns in of_queries)
@@ -493,7 +500,7 @@ def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[
         return None
     units, outs = reader.x.shape[reader.channel], [call.out for call in calls]
     halves = _halves([(call, call.out) for call in calls], units, reader.x.numel() // units)
-    if not halves or not _entrywise(reader, calls, len(halves)) or _norms_between(run, [reader.x], outs):
+    if not halves or not _entrywise(reader, calls, halves) or _norms_between(run, [reader.x], outs):
         return None
     up, gate = _roles(reader, outs, halves)
     weight = parameters[calls[0].tensor]
@@ -527,15 +534,15 @@ def _halves(found: list[tuple[Call, Tensor]], units: int, positions: int) -> lis
     return [(call.part(range(units)), n, slice(None)) for n, (call, _) in enumerate(found)]
 
 
-def _entrywise(reader: Call, calls: list[Call], count: int) -> bool:
-    """Whether an entry of what a layer reads depends on one entry of each part, at the same position."""
-    x = reader.x.movedim(reader.channel, -1).flatten(0, -2)
-    rows = {int(x.detach().abs().sum(-1).argmax()), len(x) - 1}
-    for row, entry in itertools.product(rows, {0, x.shape[-1] // 2, x.shape[-1] - 1}):
-        gradients = _gradients(x[row, entry].reshape(1), [each.out for each in calls])
-        there = [(g != 0).movedim(call.channel, -1).flatten(0, -2)
-                 for call, g in zip(calls, gradients, strict=True) if g is not None]  # fmt: skip
-        if sum(int(each.sum()) for each in there) > count or any(each.sum() != each[row].sum() for each in there):
+def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> bool:
+    """Whether each entry of what a layer reads depends on one entry of each part alone, at the same position."""
+    shown = torch.rand(reader.x.shape, generator=generator(1, "anatomy")).to(reader.x.device) < 0.5
+    gradients = torch.autograd.grad(
+        (reader.x * _noise(reader.x) * shown).sum(), [c.out for c in calls], retain_graph=True
+    )
+    for _, n, channels in halves:
+        mine = gradients[n].movedim(calls[n].channel, -1)[..., channels]
+        if bool((mine[~shown.movedim(reader.channel, -1).reshape(mine.shape)] != 0).any()):
             return False
     return True
 
