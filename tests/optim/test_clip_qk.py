@@ -49,7 +49,12 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.parts(x)
-        if self.form == "kernel":
+        if self.form in ("merged", "merged heads first"):  # batch and heads are one dimension
+            q, k, v = (t.transpose(0, 1) if "first" in self.form else t for t in (q, k, v))
+            y = ((q.flatten(0, 1) * SIZE**-0.5) @ k.flatten(0, 1).mT).softmax(-1) @ v.flatten(0, 1)
+            y = y.unflatten(0, q.shape[:2])
+            y = y.transpose(0, 1) if "first" in self.form else y
+        elif self.form == "kernel":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.shared > 1)
         else:
             k, v = (t.repeat_interleave(self.shared, 1) for t in (k, v))
@@ -134,6 +139,22 @@ def test_logits_above_the_limit_are_at_the_limit_and_other_heads_stay_to_the_bit
             torch.testing.assert_close(new["attend.b.weight"][rows], (old["attend.b.weight"][rows] * factor).float())
     untouched = [n for n in new if not n.startswith("attend.a") and (shared > 1 or not n.startswith("attend.b"))]
     assert all(torch.equal(new[name], old[name]) for name in untouched)
+
+
+def test_heads_in_one_dimension_with_the_batch() -> None:
+    model = grown(Attend(form="merged"))
+    optimizer = still(model)
+    clip = gonio.clip_qk_(model, optimizer, limit=1e6, example=X[:2])
+    model(X)
+    optimizer.step()
+    torch.testing.assert_close(clip.largest()["attend"].double(), model.attend.logits(X), rtol=1e-5, atol=0)
+    clip.undo_()
+    gonio.clip_qk_(model, optimizer, example=X[:1])
+    with pytest.raises(NotApplicableError, match="the example has one sample, which does not show their order"):
+        model(X)
+    first = grown(Attend(form="merged heads first"))
+    with pytest.raises(NoMatchError, match="one dimension in which the heads come first"):
+        gonio.clip_qk_(first, still(first), example=X)
 
 
 def test_below_the_limit_nothing_changes_to_the_bit_and_the_bound_is_none_of_the_logits() -> None:

@@ -168,6 +168,8 @@ def _why_not(block: Attention, parameters: Mapping[str, nn.Parameter], trained: 
         return "its logits are not proportional to its queries, as with a cap or a bias of positions"
     if not block.alone:
         return "it multiplies several queries and keys"
+    if any(head != index % block.heads for index, head in enumerate(block.places[1])):
+        return "its heads and its batch are one dimension in which the heads come first"
     if block.kernel:
         return "a registered kernel computes its logits, which cannot be read"
     parts = [part for head in (*block.query, *(block.key if _scales_keys(block) else ())) for part in head]
@@ -299,7 +301,13 @@ class _Observe:
     def add(self, values: Tensor) -> None:
         """The largest logits by index, in the order of the leading dimensions."""
         order = torch.tensor(self.block.places[1] or (0,), device=values.device)
-        if len(values) != len(order):  # batch and heads are one dimension, in this order
+        if len(values) != len(order):  # batch and heads are one dimension, in the order of the example's
+            if len(order) == self.block.heads:
+                why = (
+                    "batch and heads are one dimension, and the example has one sample, which does not show their order"
+                )
+                do = "Pass an example of two samples to clip_qk_."
+                raise NotApplicableError("clip_qk_", self.block.path, why, do, action="clip logits of")
             order = torch.arange(len(values), device=values.device) % self.block.heads
         heads = torch.full((self.block.heads,), -math.inf, device=values.device)
         heads.scatter_reduce_(0, order, values.float(), "amax")
