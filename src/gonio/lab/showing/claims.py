@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -22,7 +23,7 @@ from gonio.lab.plan import counted
 from gonio.lab.running.filter_summary import ANGLE_EDGES
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
-from gonio.pages.picture import svg
+from gonio.pages.picture import Picture, svg
 from gonio.pages.pictures import angles, colors, over_levels, pairs
 from gonio.pages.tables import TextTable, unit_of_difference
 
@@ -51,6 +52,7 @@ def claims_html(found: ClaimResults) -> str:
             "effect": effect_text(one),
             "tested": contrast_text(one.contrast),
             "picture": claim_picture(one),
+            "task_picture": task_picture(one),
             "arms": arm_table(one),
             "cost": cost_text(one),
             "claimed": claimed_text(one.claim),
@@ -147,14 +149,21 @@ def claimed_text(claim: Claim) -> str:
 
 
 def arm_table(found: ClaimResult) -> TextTable:
-    """Mean and range of each arm's scores."""
-    rows = tuple(
-        (arm, f"{found.mean(arm):.4g}", f"{min(values.values()):.4g} to {max(values.values()):.4g}")
+    """Mean and range of each arm's scores, and the task's score beside another quantity; judged arms are marked."""
+    aside = {} if found.runs.reached == found.scores else found.runs.reached
+    rows = [
+        (
+            f"{arm} (judged)" if arm in found.contrast and len(found.scores) > 2 else arm,
+            f"{found.mean(arm):.4g}",
+            *((f"{statistics.fmean(aside[arm].values()):.4g}" if aside.get(arm) else "–",) if aside else ()),
+            f"{min(values.values()):.4g} to {max(values.values()):.4g}",
+        )
         for arm, values in found.scores.items()
         if values
-    )
+    ]
     mean = f"mean, {found.unit}" if found.unit else "mean"
-    return TextTable("Scores", ("arm", mean, f"range of {counted(found.evidence.n, 'seed')}"), rows)
+    task = (f"task score, {found.runs.reached_unit}".removesuffix(", "),) if aside else ()
+    return TextTable("Scores", ("arm", mean, *task, f"range of {counted(found.evidence.n, 'seed')}"), tuple(rows))
 
 
 def cost_text(found: ClaimResult) -> str:
@@ -202,9 +211,12 @@ def claim_picture(found: ClaimResult) -> Any:
     label = f"{found.claim.measure.replace('_', ' ')}{f', {found.unit}' if found.unit else ''}"
     title = f"{label}: mean over the seeds of {means}"
     if found.claim.picture == "angles":
-        hues = colors(found.histograms)
-        densities = {arm: (hues[arm], _density(counts)) for arm, counts in found.histograms.items()}
+        shown = {arm: counts for arm, counts in found.histograms.items() if arm in found.contrast}
+        hues = colors(shown)
+        densities = {arm: (hues[arm], _density(counts)) for arm, counts in shown.items()}
         picture = angles(ANGLE_EDGES, densities, title=title)
+    elif found.setting is not None and found.setting.dosed:
+        picture = _over_doses(found, found.scores, label)
     elif found.claim.picture == "levels":
         series: dict[str, list[tuple[float, Sequence[float]]]] = {}
         for arm in found.setting.arms if found.setting else ():
@@ -214,6 +226,27 @@ def claim_picture(found: ClaimResult) -> Any:
     else:
         picture = pairs(scores, label=label, title=title)
     return svg(picture, width=420, legend=True)
+
+
+def task_picture(found: ClaimResult) -> Any:
+    """The task's score over the doses of a claim on another quantity; empty for other claims."""
+    if found.setting is None or not found.setting.dosed or not found.runs.reached or not found.scores:
+        return ""
+    label = f"task score, {found.runs.reached_unit}".removesuffix(", ")
+    return svg(_over_doses(found, found.runs.reached, label), width=420, legend=True)
+
+
+def _over_doses(found: ClaimResult, scores: Mapping[str, Mapping[int, float]], label: str) -> Picture:
+    """A curve for each arm with doses, and a line at the score of each other arm."""
+    arms = found.setting.arms if found.setting else ()
+    curves: dict[str, list[tuple[float, Sequence[float]]]] = {}
+    doses = sorted(arm.level or 0.0 for arm in arms if arm.of)
+    for arm in (arm for arm in arms if scores.get(arm.name)):
+        values = [*scores[arm.name].values()]
+        places = [arm.level or 0.0] if arm.of else [doses[0], doses[-1]]
+        curves.setdefault(arm.side, []).extend((place, values) for place in places)
+    title = f"{label} over the dose of {', '.join(side for side in curves)}"
+    return over_levels(curves, axis=found.claim.axis or "dose", label=label, title=title)
 
 
 def _density(counts: Sequence[int]) -> list[float]:
