@@ -609,7 +609,7 @@ def _verb(name: str, apply: Callable[[nn.Module], Any], **options: Any) -> VerbC
 
 
 def _attention_network() -> nn.Module:
-    return nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3))
 
 
 def _tokens() -> Tensor:

@@ -146,6 +146,13 @@ def test_a_frozen_model_in_evaluation_has_its_heads_and_stays_as_it_is() -> None
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_it_runs_where_gradients_are_off(without: Callable[[], Any]) -> None:
+    model = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True)
+    with without():
+        assert str(anatomy(model).attention[0]) == "3 heads of 4"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     model = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).to(dtype)

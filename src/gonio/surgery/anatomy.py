@@ -212,7 +212,12 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
         (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
     """
     inner = unwrapped(model)
-    run = record(inner, generated_example(inner) if example is None else example)
+    given = generated_example(inner) if example is None else example
+    with torch.inference_mode(False), torch.enable_grad():
+        return _taken_apart(inner, record(inner, given))
+
+
+def _taken_apart(inner: nn.Module, run: Run) -> Anatomy:
     unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
