@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -133,7 +134,7 @@ def _run(
 ) -> None:
     """Run the studies, show the verdicts and write the page."""
     from gonio.lab import watcher_for
-    from gonio.lab.claims import try_claims
+    from gonio.lab.claims import claims_in, try_claims
     from gonio.lab.showing.claims import claims_json, claims_text, write_claims_html
 
     if not claims:
@@ -141,7 +142,9 @@ def _run(
     with users_code(chosen.task, chosen.model):
         found = try_claims(claims, output, options=chosen, jobs=jobs, watcher=watcher_for(sys.stderr), command=command)
     show(claims_text(found))
-    print_out(f"\npage: {write_claims_html(found, output / 'claims.html')}")
+    # claims of earlier calls stay on the page: no verdict depends on which were tried together
+    every = claims_in(output) or found
+    print_out(f"\npage: {write_claims_html(replace(every, command=command), output / 'claims.html')}")
     if json is not None:
         save(claims_json(found), json, "JSON")
     _check_complete(found)

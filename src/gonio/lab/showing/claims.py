@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.escaping import plain, redact, write_text
+from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, write_text
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import points
@@ -73,6 +73,50 @@ def claims_json(found: ClaimResults) -> str:
     return json.dumps(as_data(found), indent=1, ensure_ascii=False, allow_nan=False)
 
 
+_COLUMNS = (
+    "claim", "scope", "verdict", "effect", "low", "high", "unit", "p", "p_holm", "seeds", "sesoi", "direction", "noise",
+    "task", "model", "own", "reason", "sentence", "command",
+)  # fmt: skip
+
+
+def claims_csv(found: ClaimResults) -> str:
+    """One line per claim; no cell runs as a formula in a spreadsheet."""
+    rows = [
+        [
+            one.claim.name, one.claim.scope, one.verdict, e.mean, e.low, e.high, one.unit, e.p, e.p_holm, e.n, e.sesoi,
+            e.direction, e.noise, one.task, one.model, " ".join(one.own), e.reason, one.claim.claim, one.command,
+        ]
+        for one in found.results
+        for e in (one.evidence,)
+    ]  # fmt: skip
+    return csv_table(_COLUMNS, rows)
+
+
+def claims_markdown(found: ClaimResults) -> str:
+    """The verdicts with their reasons, and the scores of the arms of each claim."""
+    lines = [f"**{markdown_cell(found.headline)}**", "", *claims_table(found).markdown()[2:]]
+    for one in found.tried:
+        lines += ["", f"**{one.claim.name}**: {markdown_cell(one.claim.claim)}", "", markdown_cell(_sentence(one)), ""]
+        lines += arm_table(one).markdown()[2:]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def claims_latex(found: ClaimResults) -> str:
+    r"""The verdicts, and the scores of the arms of each claim with a caption, as LaTeX with booktabs."""
+    lines = claims_table(found).latex()
+    for one in found.tried:
+        caption = f"{one.claim.name}: {one.claim.claim} Verdict: {_sentence(one)}"
+        table = "\n".join(line for line in arm_table(one).latex() if not line.startswith("%"))
+        lines += ["", r"\begin{table}", r"\centering", table, rf"\caption{{{tex_cell(caption)}}}", r"\end{table}"]
+    return "\n".join([*lines, f"% {tex_cell(found.headline)}"]) + "\n"
+
+
+def _sentence(one: ClaimResult) -> str:
+    """Verdict and reason, as every output has them."""
+    own = "".join(f"; {name} of your own: {value}" for name, value in one.own.items())
+    return f"{one.verdict} ({one.claim.scope}{own}): {effect_text(one)}. {one.evidence.reason}".replace(": . ", ". ")
+
+
 def claims_table(found: ClaimResults) -> TextTable:
     """One row per claim: name, scope, verdict, effect, p, runs, seconds."""
     rows = tuple(
@@ -109,7 +153,7 @@ def _lines(found: ClaimResults) -> Iterator[RenderableType]:
     yield Text("")
     for one in found.results:
         yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(one.claim.claim)}")
-        yield Text(f"  {_MARKS[one.evidence.verdict][0]} {one.verdict}. {plain(one.evidence.reason)}")
+        yield Text(f"  {_MARKS[one.evidence.verdict][0]} {plain(_sentence(one))}")
 
 
 def effect_text(found: ClaimResult) -> str:
