@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -370,6 +371,16 @@ _ALIKE: Mapping[str, TensorChange] = {"two filters alike": lambda x: torch.cat([
 
 REGULARIZERS += [
     _penalty("L2", lambda: R.L2(1.0), (4, 6), ref_R.half_squared_norm, torch.zeros(4, 6, dtype=torch.float64)),
+    *(
+        _penalty(
+            f"NormPower {power}",
+            lambda power=power: R.NormPower(1.0, power=power),
+            (4, 6),
+            partial(ref_R.norm_power, power=power),
+            torch.zeros(4, 6, dtype=torch.float64),
+        )
+        for power in (1.0, 1.5)
+    ),
     _penalty("Orthogonality 4x6", lambda: R.Orthogonality(1.0), (4, 6), ref_R.orthogonality, _ORTHONORMAL),
     _penalty(
         *("Orthogonality 6x4", lambda: R.Orthogonality(1.0), (6, 4), ref_R.orthogonality, _ORTHONORMAL),

@@ -29,6 +29,10 @@ def half_squared_norm(weight: Tensor) -> Tensor:
     return sum(x**2 for x in weight.flatten()) / 2  # type: ignore[return-value]
 
 
+def norm_power(weight: Tensor, *, power: float) -> Tensor:
+    return sum(x**2 for x in weight.flatten()) ** (power / 2) / power  # type: ignore[return-value]
+
+
 def row_orthogonality(weight: Tensor) -> Tensor:
     """Σ_ij (⟨w_i, w_j⟩ − δ_ij)²."""
     w = rows(weight)

@@ -3,7 +3,7 @@
 from gonio.regularizers.base import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.regularizers.conv_orthogonality import ConvOrthogonality
 from gonio.regularizers.hyperspherical_energy import HypersphericalEnergy
-from gonio.regularizers.l2 import L2
+from gonio.regularizers.l2 import L2, NormPower
 from gonio.regularizers.orthogonality import DoubleOrthogonality, MutualCoherence, Orthogonality
 from gonio.regularizers.scale_shift import ScaleShift
 from gonio.regularizers.schedules import Milestones, Schedule, Warmup
@@ -19,6 +19,7 @@ __all__ = [
     "HypersphericalEnergy",
     "Milestones",
     "MutualCoherence",
+    "NormPower",
     "Orthogonality",
     "OutputRegularizer",
     "Regularizer",

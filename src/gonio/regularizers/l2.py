@@ -1,13 +1,15 @@
-"""L2: half the squared norm of a weight; and what all penalties of the scale alone share."""
+"""Powers of the norm of a weight, L2 among them; and what all penalties of the scale alone share."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from gonio.geometry.views import Layout
+from gonio.errors import InvalidArgumentError
+from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer
 
 
@@ -53,3 +55,43 @@ class L2(ScaleRegularizer):
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         return self._evaluate(weight, layout, state), weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormPower(ScaleRegularizer):
+    r"""A power of the norm of a weight, :math:`\lVert W \rVert^p / p`; 0 for a weight that is 0.
+
+    Each is one :math:`\varphi(\lVert W \rVert)` with an increasing :math:`\varphi`: `power=2` is :class:`L2`, and
+    `power=1` the group lasso with the whole weight as the group, whose gradient has length 1. All of them fall when
+    scale moves between layers; only the logarithm, :class:`ScaleShift`, does not. Groups of a convolution and stacked
+    matrices count each for themselves, and are added.
+
+    Args:
+        power: :math:`p`, from 1 on.
+
+    Invariances:
+        Rotations on either side, permutations, flips.
+
+    Raises:
+        InvalidArgumentError: `power` is below 1 or not finite.
+
+    Example:
+        >>> gonio.regularizers.NormPower(1.0, power=1.0)(torch.tensor([[3.0, 4.0]]))
+        tensor(5.)
+
+    References: M. Yuan and Y. Lin, "Model selection and estimation in regression with grouped variables", J. R.
+        Statist. Soc. B 68, 2006, §2.
+    """
+
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.power < math.inf:
+            raise InvalidArgumentError("NormPower(power=) must be 1 or more", repr(self.power), "Pass 1.0 or 1.5.")
+
+    def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
+        squares = matrix_view(weight, layout).square().sum((1, 2))
+        zero = squares == 0  # where the root has no derivative
+        powers = squares.masked_fill(zero, 1).pow(self.power / 2) / self.power
+        return Evaluation(powers.masked_fill(zero, 0).sum())
