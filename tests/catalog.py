@@ -503,6 +503,19 @@ PARAMETRIZATIONS += _on_corners("WeightNorm", P.WeightNorm, ref_P.weight_norm, k
 PARAMETRIZATIONS += _on_corners(
     "SpectralNorm", lambda: P.SpectralNorm(norm=1.5), lambda m, v: 1.5 * ref_P.spectral(m, v)
 )
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm at most 0.3",
+    lambda: P.SpectralNorm(at_most=0.3),
+    lambda m, v: ref_P.spectrally_bounded(m, v, 0.3),
+    corners=("Linear", "grouped Conv2d"),
+)
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm at most 50",
+    lambda: P.SpectralNorm(at_most=50.0),
+    lambda m, v: ref_P.spectrally_bounded(m, v, 50.0),
+    keeps_weight=True,
+    corners=("Conv2d",),
+)
 PARAMETRIZATIONS += _on_corners("Orthogonal", P.Orthogonal, ref_P.orthogonal)
 PARAMETRIZATIONS += _on_corners("OrthogonalConv", P.OrthogonalConv, ref_P.orthogonal_conv)
 PARAMETRIZATIONS += _on_corners("WeightStandardization", P.WeightStandardization, ref_P.standardized)
@@ -517,6 +530,12 @@ PARAMETRIZATIONS += _on_corners(
     lambda: P.SpectralNorm(view="conv"),
     ref_P.conv_spectral,
     corners=("Conv2d", "grouped Conv2d", "ConvTranspose2d"),
+)
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm of conv at most 0.3",
+    lambda: P.SpectralNorm(view="conv", at_most=0.3),
+    lambda m, v: ref_P.conv_spectrally_bounded(m, v, 0.3),
+    corners=("Conv2d",),
 )
 
 # --- initialisation -------------------------------------------------------------------------------
