@@ -652,6 +652,11 @@ VERBS += [
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
+    _verb(
+        "hold_ spectral norms",
+        lambda m: optim.hold_(m, _optimizer(m), norm="spectral"),
+        keeps_function=True,
+    ),
     _verb("release_", lambda m: optim.release_(m), model=_held_network, keeps_function=True),
     _verb("apply_ a recipe", lambda m: Recipe.from_dict(_RECIPE).apply_(m)),
     _verb(

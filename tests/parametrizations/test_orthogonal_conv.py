@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import gonio
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from ranks import group
 
 KINDS = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d), 3: (nn.Conv3d, nn.ConvTranspose3d)}
 CHANNELS = ((4, 4), (2, 6), (6, 2))
@@ -141,6 +144,21 @@ def test_training_keeps_single_precision_operators_orthogonal() -> None:
 def test_linear_layers_have_the_polar_factor() -> None:
     raw = torch.randn(3, 5, generator=gonio.seeding.generator(0), dtype=torch.float64)
     torch.testing.assert_close(P.OrthogonalConv(scale=2.0).weight_of(raw), P.Orthogonal(scale=2.0).weight_of(raw))
+
+
+def test_sharded_weights_are_those_of_the_whole(tmp_path: Path) -> None:
+    """A linear layer has no projections; torch's propagation of views of empty shards does not end."""
+    raw = torch.randn(3, 5, generator=gonio.seeding.generator(0), dtype=torch.float64)
+    expected = raw.clone().requires_grad_()
+    P.OrthogonalConv().weight_of(expected)[0].sum().backward()
+    with group(tmp_path):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(raw, mesh, [Shard(0)]).requires_grad_()
+        found = P.OrthogonalConv().weight_of(sharded)
+        assert found.placements == sharded.placements
+        found.full_tensor()[0].sum().backward()
+        torch.testing.assert_close(found.full_tensor(), P.OrthogonalConv().weight_of(raw))
+        torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
 
 
 def test_what_it_refuses() -> None:

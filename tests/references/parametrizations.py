@@ -86,12 +86,12 @@ def spectral(layer: nn.Module, raw: Tensor) -> Tensor:
 def spectrally_bounded(layer: nn.Module, raw: Tensor, bound: float) -> Tensor:
     """Scaled to the bound if its largest singular value exceeds it."""
     largest = _largest(layer, raw)
-    return raw * bound / largest if float(largest) > bound else raw
+    return raw * bound / largest if float(largest.detach()) > bound else raw
 
 
 def conv_spectrally_bounded(layer: nn.Module, raw: Tensor, bound: float) -> Tensor:
     whole = conv_spectral(layer, raw)
-    return whole * bound if float((raw / whole).mean()) > bound else raw
+    return whole * bound if float((raw / whole).detach().mean()) > bound else raw
 
 
 def _largest(layer: nn.Module, raw: Tensor) -> Tensor:
