@@ -65,6 +65,42 @@ def test_every_combination_is_orthogonal(combinations: list[Combination]) -> Non
         assert layer.weight_parametrization.holds(layer.weight), combination
 
 
+@pytest.mark.parametrize("combinations", [COMBINATIONS[5::50], pytest.param(COMBINATIONS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+def test_grids_of_4_to_32_points_in_both_precisions(
+    combinations: list[Combination], dtype: torch.dtype, tolerance: float
+) -> None:
+    """By blocks of the operator in frequencies; a kernel that wraps around a small grid is summed by it.
+
+    The rank of a block is the smaller of its outputs and the inputs that are read; all other singular values are 0.
+    """
+    for combination in combinations:
+        dims, kernel, stride, dilation, groups, _, _ = combination
+        layer = attached(combination)
+        weight = layer.weight_parametrization(layer._parameters["weight"].detach().to(dtype)).double()
+        phases = len({tap * dilation % stride for tap in range(kernel)})
+        for size in (size for size in (4, 8, 16, 32) if size % stride == 0 and size**dims <= 1024):
+            for part in weight.chunk(groups):
+                values = torch.linalg.svdvals(fourier_blocks(part, size, stride, dilation))
+                rank = min(part.shape[0], part.shape[1] * phases**dims)
+                assert float((values[..., :rank] - 1).abs().max()) < tolerance, (combination, size)
+                assert float(values[..., rank:].abs().sum()) < tolerance * values.numel(), (combination, size)
+
+
+def fourier_blocks(weight: Tensor, size: int, stride: int, dilation: int) -> Tensor:
+    """Blocks of a group's periodic operator: outputs at one frequency of the coarse grid, inputs at all that alias."""
+    dims = weight.ndim - 2
+    kernel = weight.new_zeros(*weight.shape[:2], *[size] * dims)
+    for tap in product(*map(range, weight.shape[2:])):
+        kernel[(slice(None), slice(None), *(t * dilation % size for t in tap))] += weight[(..., *tap)]
+    symbol = torch.fft.fftn(kernel, dim=tuple(range(2, kernel.ndim)))
+    coarse = size // stride
+    for axis in range(dims):
+        symbol = symbol.unflatten(2 + 2 * axis, (stride, coarse))
+    aliases, points = [2 + 2 * a for a in range(dims)], [3 + 2 * a for a in range(dims)]
+    return symbol.permute(*points, 0, 1, *aliases).flatten(dims + 1) / stride ** (dims / 2)
+
+
 def test_orthogonal_filters_are_not_an_orthogonal_operator() -> None:
     """The negative control: what Orthogonal guarantees is not enough, and `holds` and the matrix see it."""
     layer = nn.Conv2d(4, 4, 3, padding_mode="circular", bias=False).double()
