@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import pi
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,10 @@ from gonio.regularizers.orthogonality import small_side
 # ‖F Fᴴ − I‖² over the grid. For 3×3 taps that is 13 products of complex matrices, of which 12 stand for their
 # conjugates as well, instead of 225 of real ones. A stride makes input channels of its phases. If F has more rows than
 # columns, ‖F Fᴴ − I‖² is ‖Fᴴ F − I‖² and the number of the further rows.
+
+
+# By kernel, stride, dilation, dtype and device: made once, so that a step copies nothing to a device.
+_WAVES: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,27 +92,38 @@ def _distances(weight: Tensor, layout: Layout) -> Tensor:
 
 
 def _symbols(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of F(ω), (2, frequencies, groups, out, in · phases), and the share of each frequency.
+    """Real and imaginary part of F(ω), (2, frequencies, groups, out, in · phases), and the share of each frequency."""
+    key = weight.shape[2:], _per_axis(layout.stride, weight), _per_axis(layout.dilation, weight)
+    at = *key, weight.dtype, weight.device
+    if at in _WAVES and not torch.compiler.is_compiling():
+        waves, share = _WAVES[at]
+    else:
+        waves, share = (x.to(weight) for x in _waves(*key))
+        if type(waves) is Tensor and not torch.compiler.is_compiling():  # no fake tensors
+            _WAVES[at] = waves, share
+    filters = weight.unflatten(0, (layout.groups, -1)).flatten(3)
+    return torch.einsum("cfpt,goit->cfgopi", waves, filters).flatten(-2), share
+
+
+def _waves(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (2, frequencies, phases, taps), and the share of each frequency.
 
     One of two conjugate frequencies stands for both, with twice the share.
     """
-    stride, dilation = _per_axis(layout.stride, weight), _per_axis(layout.dilation, weight)
     # at stride 1 all shifts of a dilated kernel are multiples of the dilation
     spread = [d if s > 1 else 1 for d, s in zip(dilation, stride, strict=True)]
-    taps = [[i * d for i, d in zip(tap, spread, strict=True)] for tap in product(*map(range, weight.shape[2:]))]
+    taps = [[i * d for i, d in zip(tap, spread, strict=True)] for tap in product(*map(range, kernel))]
     steps = [tuple(t // s for t, s in zip(tap, stride, strict=True)) for tap in taps]
     phases = [tuple(t % s for t, s in zip(tap, stride, strict=True)) for tap in taps]
     size = [2 * max(along) + 1 for along in zip(*steps, strict=True)]
     mirrored = {at: tuple(-i % n for i, n in zip(at, size, strict=True)) for at in product(*map(range, size))}
     half = [at for at, other in mirrored.items() if at <= other]
-    at, moved = (torch.tensor(x, dtype=torch.float64) for x in (half, steps))
-    angle = at * (2 * pi / torch.tensor(size, dtype=torch.float64)) @ moved.mT
-    of_phase = torch.tensor([[phase == each for phase in phases] for each in sorted(set(phases))])
-    waves = torch.stack((angle.cos(), -angle.sin()))[:, :, None] * of_phase  # (2, frequencies, phases, taps)
-    filters = weight.unflatten(0, (layout.groups, -1)).flatten(3)
-    parts = torch.einsum("cfpt,goit->cfgopi", waves.to(filters), filters).flatten(-2)
-    share = torch.tensor([1.0 + (mirrored[each] != each) for each in half], dtype=torch.float64) / len(mirrored)
-    return parts, share.to(parts)
+    points, moved, sizes = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (half, steps, size))
+    angle = points * (2 * pi / sizes) @ moved.mT
+    of_phase = [[float(phase == each) for phase in phases] for each in sorted(set(phases))]
+    waves = torch.stack((angle.cos(), -angle.sin()))[:, :, None] * torch.tensor(of_phase, device="cpu")
+    share = [(1.0 + (mirrored[each] != each)) / len(mirrored) for each in half]
+    return waves, torch.tensor(share, dtype=torch.float64, device="cpu")
 
 
 def _per_axis(values: tuple[int, ...], weight: Tensor) -> tuple[int, ...]:
