@@ -627,6 +627,14 @@ def _verb(name: str, apply: Callable[[nn.Module], Any], **options: Any) -> VerbC
     return VerbCase(**{"name": name, "model": _small_network, "inputs": _images, "apply": apply, **options})
 
 
+def _attention_network() -> nn.Module:
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3))
+
+
+def _tokens() -> Tensor:
+    return seeded(3, 5, 8)
+
+
 def _held_network() -> nn.Module:
     model = _small_network()
     optim.hold_(model, _optimizer(model))
@@ -655,6 +663,13 @@ VERBS += [
     _verb(
         "hold_ spectral norms",
         lambda m: optim.hold_(m, _optimizer(m), norm="spectral"),
+        keeps_function=True,
+    ),
+    _verb(
+        "clip_qk_",
+        lambda m: optim.clip_qk_(m, _optimizer(m)),
+        model=_attention_network,
+        inputs=_tokens,
         keeps_function=True,
     ),
     _verb("release_", lambda m: optim.release_(m), model=_held_network, keeps_function=True),

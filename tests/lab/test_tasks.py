@@ -27,7 +27,7 @@ from gonio.lab.tasks.built_in import (
     shifted,
     turned,
 )
-from gonio.lab.tasks.images import to_tensor
+from gonio.lab.tasks.images import flipped_and_cropped, to_tensor
 from gonio.lab.tasks.task import ACCURACY, Metric, Split, accuracy
 from gonio.models import byte_transformer
 
@@ -285,6 +285,86 @@ def test_without_torchvision_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "torchvision.datasets", raising=False)
     with pytest.raises(MissingExtraError, match=r"needs the package 'torchvision'.*gonio\[models\]"):
         resolve("torchvision:MNIST")
+
+
+# --- data of the field --------------------------------------------------------------------------------------
+
+
+def write_cifar10(folder: Path, *, counts: tuple[int, ...] = (24, 12), test: int = 10) -> None:
+    """Files in the binary layout: image i of a file has label i modulo 10 and one number in all pixels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"data_batch_{number}.bin" for number in range(1, len(counts) + 1)]
+    for name, count in zip([*names, "test_batch.bin"], [*counts, test], strict=True):
+        rows = b"".join(bytes([i % 10]) + bytes([i]) * 3072 for i in range(count))
+        (folder / name).write_bytes(rows)
+
+
+def test_cifar10_in_its_binary_layout(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    task = resolve(f"cifar10:{tmp_path}")
+    assert [len(split) for split in task.splits.values()] == [33, 3, 10]
+    assert torch.equal(task.test.inputs[7], torch.full((3, 32, 32), 7 / 255))
+    both = torch.cat([task.train.targets, task.validation.targets])
+    assert both.bincount().tolist() == [5, 5, 4, 4, 3, 3, 3, 3, 3, 3]  # of 24 and of 12 images
+    assert all(
+        int(x[0, 0, 0] * 255 + 0.5) % 10 == y for x, y in zip(task.train.inputs, task.train.targets, strict=True)
+    )
+    assert resolve(f"cifar10:{tmp_path}").digest() == task.digest()
+
+
+def test_a_channel_of_cifar10_is_a_plane(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    planes = bytes([0]) + bytes([10]) * 1024 + bytes([20]) * 1024 + bytes(range(32)) * 32
+    (tmp_path / "test_batch.bin").write_bytes(planes)
+    (image,) = resolve(f"cifar10:{tmp_path}").test.inputs
+    assert (image[:2, 0, 0] * 255).round().tolist() == [10, 20]
+    assert (image[2, 5] * 255).round().tolist() == [*range(32)]  # a row runs along the last axis
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 3072, bytes([10]) + bytes(3072)])
+def test_a_damaged_file_of_cifar10_is_named(tmp_path: Path, damage: bytes) -> None:
+    write_cifar10(tmp_path)
+    (tmp_path / "data_batch_2.bin").write_bytes(damage)
+    with pytest.raises(UnreadableFileError, match=r"data_batch_2.bin.* bytes are not whole images of 3073 bytes"):
+        resolve(f"cifar10:{tmp_path}")
+    (tmp_path / "test_batch.bin").unlink()
+    with pytest.raises(InvalidArgumentError, match=r"needs data_batch_1.bin and test_batch.bin; found 2 training"):
+        resolve(f"cifar10:{tmp_path}")
+
+
+def test_images_are_mirrored_and_moved() -> None:
+    """Each output is a window of the padded image or of its mirror; half are mirrored, offsets are uniform."""
+    image = torch.arange(1.0, 65.0).view(1, 1, 8, 8)
+    moved = flipped_and_cropped(image.expand(COUNT, 1, 8, 8), draw())
+    padded = [F.pad(each, (4, 4, 4, 4))[0, 0] for each in (image, image.flip(3))]
+    windows = torch.stack([p[r : r + 8, c : c + 8] for p in padded for r in range(9) for c in range(9)])
+    found = (moved[:, 0].flatten(1)[:, None] == windows.flatten(1)).all(2)
+    assert bool((found.sum(1) >= 1).all())
+    shares = found.float().mean(0)
+    assert float(shares.max()) < 1.5 / 162
+    assert float(shares[:81].sum()) == pytest.approx(0.5, abs=0.02)
+
+
+def test_all_of_fashion_mnist(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path)
+    task = resolve(f"fashion-mnist-full:{tmp_path / 'FashionMNIST' / 'raw'}")
+    assert [len(split) for split in task.splits.values()] == [19, 1, 10]
+    assert torch.equal(task.test.inputs[3], torch.full((1, 28, 28), 3 / 255))
+
+
+def test_a_text_is_split_in_order(tmp_path: Path) -> None:
+    raw = bytes(i % 251 for i in range(129 * 60))
+    (tmp_path / "a.txt").write_bytes(raw)
+    task = resolve(f"text:{tmp_path / 'a.txt'}")
+    assert [len(split) for split in task.splits.values()] == [54, 3, 3]
+    assert bytes(task.train.inputs.flatten().tolist()) == raw[: 54 * 128]
+    start = int(0.95 * len(raw))
+    assert bytes(task.test.targets[0].tolist()) == raw[start + 1 : start + 129]
+    with pytest.raises(InvalidArgumentError, match="needs a file of text; found no such file"):
+        resolve(f"text:{tmp_path / 'b.txt'}")
+    (tmp_path / "a.txt").write_bytes(raw[:4000])
+    with pytest.raises(InvalidArgumentError, match="two windows of 128 bytes in 5 % of the file; found 4000 bytes"):
+        resolve(f"text:{tmp_path / 'a.txt'}")
 
 
 COUNT = 20_000

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import UnknownNameError
+from gonio.models.generative import byte_gru, digits_gan, digits_vae
 from gonio.nn import SwitchableNorm2d
 
 
@@ -284,6 +285,100 @@ def deep_cnn(
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * width, num_classes))
 
 
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions with norms and a skip connection: ReLU(shortcut(x) + branch(x)).
+
+    The shortcut is the identity, or a 1 × 1 convolution where width or resolution change.
+
+    References: K. He et al., "Deep residual learning for image recognition", arXiv 1512.03385, §3.2 and §4.2.
+
+    Example:
+        >>> from gonio.models.built_in import BasicBlock
+        >>> BasicBlock(4, 8, 2, nn.BatchNorm2d)(torch.zeros(1, 4, 8, 8)).shape
+        torch.Size([1, 8, 4, 4])
+    """
+
+    def __init__(self, before: int, width: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, width, 3, stride, padding=1, bias=False), norm(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), norm(width)
+        self.shortcut: nn.Module = nn.Identity()
+        if (before, stride) != (width, 1):
+            self.shortcut = nn.Conv2d(before, width, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(self.shortcut(x) + branch)
+
+
+def resnet20(
+    num_classes: int = 10, in_channels: int = 3, *, width: int = 16, blocks: int = 3, norm: str = "batch"
+) -> nn.Module:
+    """ResNet-20 for 32 × 32 images: three stages of `blocks` basic blocks with `width`, 2 and 4 times as many filters.
+
+    Args:
+        norm: none, batch, group (8 groups), layer (one group), instance or switchable.
+
+    Shape: :math:`(N, C, H, W)` → :math:`(N, K)` logits.
+
+    Raises:
+        UnknownNameError: another norm.
+
+    References: K. He et al., "Deep residual learning for image recognition", arXiv 1512.03385, §4.2; the shortcut
+        between stages is a convolution.
+
+    Example:
+        >>> model = gonio.models.resnet20()
+        >>> sum(p.numel() for p in model.parameters()), model.eval()(torch.zeros(2, 3, 32, 32)).shape
+        (272282, torch.Size([2, 10]))
+    """
+    made = _named("norm", norm, _CONV_NORMS)
+    layers: list[tuple[str, nn.Module]] = [
+        ("conv", nn.Conv2d(in_channels, width, 3, padding=1, bias=False)), ("norm", made(width)), ("act", nn.ReLU()),
+    ]  # fmt: skip
+    before = width
+    for stage in range(3):
+        after = width * 2**stage
+        for block in range(blocks):
+            made_block = BasicBlock(before, after, 2 if stage and not block else 1, made)
+            layers.append((f"stage{stage + 1}_block{block + 1}", made_block))
+            before = after
+    layers += [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(before, num_classes))]
+    return nn.Sequential(OrderedDict(layers))
+
+
+def plain_cnn9(num_classes: int = 10, in_channels: int = 3, *, width: int = 64, norm: str = "batch") -> nn.Module:
+    """The plain network of nine 3 × 3 convolutions, three for each of three resolutions, with which DCNet is compared.
+
+    Args:
+        norm: none, batch, group (8 groups), layer (one group), instance or switchable.
+
+    Shape: :math:`(N, C, H, W)` with :math:`H, W \\ge 8` → :math:`(N, K)` logits.
+
+    Raises:
+        UnknownNameError: another norm.
+
+    References: W. Liu et al., "Decoupled networks", arXiv 1804.08071, §5.
+
+    Example:
+        >>> model = gonio.models.plain_cnn9(width=16)
+        >>> sum(isinstance(layer, nn.Conv2d) for layer in model), model.eval()(torch.zeros(2, 3, 32, 32)).shape
+        (9, torch.Size([2, 10]))
+    """
+    made = _named("norm", norm, _CONV_NORMS)
+    layers: list[nn.Module] = []
+    before = in_channels
+    for stage in range(3):
+        after = width * 2**stage
+        for _ in range(3):
+            layers += [nn.Conv2d(before, after, 3, padding=1, bias=norm == "none")]
+            layers += [made(after)] if norm != "none" else []
+            layers += [nn.ReLU()]
+            before = after
+        layers += [nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, num_classes))
+
+
 def _named(kind: str, name: str, known: Mapping[str, Callable[..., nn.Module]]) -> Callable[..., nn.Module]:
     if name not in known:
         raise UnknownNameError(kind, name, known)
@@ -291,10 +386,15 @@ def _named(kind: str, name: str, known: Mapping[str, Callable[..., nn.Module]]) 
 
 
 BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
+    "byte-gru": byte_gru,
     "byte-transformer": byte_transformer,
     "deep-cnn": deep_cnn,
     "deep-mlp": deep_mlp,
     "digits-cnn": digits_cnn,
+    "digits-gan": digits_gan,
+    "digits-vae": digits_vae,
+    "plain-cnn9": plain_cnn9,
     "pointnet": pointnet,
     "residual-mlp": residual_mlp,
+    "resnet20": resnet20,
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.images import fashion_mnist, image_folder, torchvision_dataset
+from gonio.lab.tasks.images import cifar10, fashion_mnist, fashion_mnist_full, image_folder, torchvision_dataset
 from gonio.lab.tasks.task import Metric, Split, Task, stratified
 from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
@@ -28,7 +29,10 @@ _TUNED = (
 
 
 _SOURCES: dict[str, Callable[[str], Task]] = {
+    "cifar10:FOLDER": cifar10,
     "fashion-mnist:FOLDER": fashion_mnist,
+    "fashion-mnist-full:FOLDER": fashion_mnist_full,
+    "text:FILE": lambda path: text(path),
     "torchvision:NAME:FOLDER": torchvision_dataset,
     "imagefolder:FOLDER": image_folder,
 }
@@ -37,8 +41,8 @@ BUILT_IN: dict[str, Callable[[], Task]] = {}
 
 
 def built_in(factory: Callable[[], Task]) -> Callable[[], Task]:
-    """Register a factory under its own name."""
-    BUILT_IN[factory.__name__.rstrip("_")] = factory
+    """Register a factory under its own name, with hyphens."""
+    BUILT_IN[factory.__name__.rstrip("_").replace("_", "-")] = factory
     return factory
 
 
@@ -47,8 +51,9 @@ def resolve(spec: str) -> Task:
 
     Args:
         spec: a built-in name; `torchvision:NAME` or `torchvision:NAME:FOLDER`, a data set of torchvision in
-            FOLDER or in `data`; `imagefolder:FOLDER`; `fashion-mnist:FOLDER`; or `file.py:factory`, where the
-            factory takes no arguments and returns a :class:`~gonio.lab.Task`.
+            FOLDER or in `data`; `imagefolder:FOLDER`; `cifar10:FOLDER`; `fashion-mnist:FOLDER`, a part of it at half
+            the size, or `fashion-mnist-full:FOLDER`; `text:FILE`; or `file.py:factory`, where the factory takes no
+            arguments and returns a :class:`~gonio.lab.Task`.
 
     Raises:
         UnknownNameError: no such task; gives the closest names.
@@ -355,6 +360,57 @@ def bytes_() -> Task:
     )
 
 
+_MOST_TEXT = 64 * 1024**2  # bytes of a file that are read
+_SHARES = (0.9, 0.95)  # of the file: up to here train, validation
+
+
+def text(path: str) -> Task:
+    """The task `text:FILE`: the next byte of a text; its first 90 % train, 5 % validate, 5 % test, in windows of 128.
+
+    Raises:
+        InvalidArgumentError: there is no such file, or it is too short.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+        ...     _ = file.write(b"To be, or not to be. " * 1000)
+        ...     file.flush()
+        ...     task = gonio.lab.tasks.resolve(f"text:{file.name}")
+        >>> task.train.inputs.shape, task.metric.unit
+        (torch.Size([147, 128]), 'bits')
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InvalidArgumentError(f"the task 'text:{path}' needs a file of text", "no such file", "Name one.")
+    with file.open("rb") as opened:
+        raw = opened.read(_MOST_TEXT)
+    ends = [0, *(int(share * len(raw)) for share in _SHARES), len(raw)]
+    splits = [_pieces(raw[start:end]) for start, end in pairwise(ends)]
+    if min(map(len, splits)) < 2:
+        needs = f"the task 'text:{path}' needs two windows of {_CONTEXT} bytes in 5 % of the file"
+        raise InvalidArgumentError(needs, f"{len(raw)} bytes", "Use a longer text.")
+    train, validation, test = (_split_of(pieces) for pieces in splits)
+    return Task(
+        name=f"text:{file.name}",
+        train=train,
+        validation=validation,
+        test=test,
+        model="byte-transformer",
+        sizes={"num_classes": 256},
+        training=TrainingConfig(epochs=8, batch_size=16, lr=2e-3, optimizer="adamw", weight_decay=0.01, warm_up=0.5),
+        sesoi=0.02,
+        metric=BITS_PER_BYTE,
+        loss=next_byte_loss,
+        recipes=("orthogonal-init", "decoupled-tanh-linear", "self-orthogonality-linear", "scale-shift"),
+        notes=(f"{len(train):,} windows of {_CONTEXT} bytes train.",),
+    )  # fmt: skip
+
+
+def _pieces(raw: bytes) -> list[bytes]:
+    """Windows one after the other, each with the byte that follows."""
+    return [raw[at : at + _CONTEXT + 1] for at in range(0, len(raw) - _CONTEXT, _CONTEXT)]
+
+
 def _texts(folder: Path) -> Mapping[str, list[bytes]]:
     """The files of each split; one in ten validates and one in five tests."""
     texts: dict[str, list[bytes]] = {name: [] for name in _WINDOWS}
@@ -384,5 +440,10 @@ def _windows(texts: list[bytes], count: int) -> Split:
             f"{len(pieces)}",
             "Use a Python whose standard library is installed as source files.",
         )
-    ids = torch.tensor([list(piece) for piece in pieces[:count]])
+    return _split_of(pieces[:count])
+
+
+def _split_of(pieces: Sequence[bytes]) -> Split:
+    """Inputs and targets of windows that are one byte longer."""
+    ids = torch.tensor([list(piece) for piece in pieces])
     return Split(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())

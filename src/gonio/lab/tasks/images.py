@@ -360,6 +360,112 @@ def fashion_mnist(folder: str = FASHION_FOLDER) -> Task:
     )
 
 
+def fashion_mnist_full(folder: str) -> Task:
+    """The task `fashion-mnist-full:FOLDER`: all 28 × 28 images; 55,000 train, 5,000 validate and 10,000 test.
+
+    Raises:
+        InvalidArgumentError: a file is missing. UnreadableFileError: it is not in IDX format.
+
+    References:
+        H. Xiao et al., "Fashion-MNIST", 2017, arXiv 1708.07747.
+    """
+    images, labels = _numbers(folder, "train-images-idx3-ubyte"), _numbers(folder, "train-labels-idx1-ubyte")
+    tested, answers = _numbers(folder, "t10k-images-idx3-ubyte"), _numbers(folder, "t10k-labels-idx1-ubyte")
+    order = torch.randperm(len(labels), generator=generator(0, "fashion-mnist-full"))
+    validation, train = order.tensor_split((len(labels) // 12,))
+    return Task(
+        name="fashion-mnist-full",
+        train=_whole(images[train, None], labels[train]),
+        validation=_whole(images[validation, None], labels[validation]),
+        test=_whole(tested[:, None], answers),
+        model="digits-cnn",
+        sizes={"num_classes": 10, "in_channels": 1},
+        training=TrainingConfig(epochs=10, batch_size=128, lr=0.05),
+        sesoi=0.25,
+        standardize=((0.286,), (0.353,)),
+        threat=AttackConfig(epsilon=0.05, low=0.0, high=1.0),
+        notes=("All images of Fashion-MNIST at their own size; a twelfth of the training images validates.",),
+    )
+
+
+def _whole(images: Tensor, labels: Tensor) -> Split:
+    return Split(images.float() / 255, labels.long())
+
+
+# --- CIFAR-10 ---------------------------------------------------------------------------------------
+
+_CIFAR = 3 * 32 * 32  # bytes of an image behind its label
+_MOST_IMAGES = 50_000  # of one file
+
+
+def cifar10(folder: str) -> Task:
+    """The task `cifar10:FOLDER`: 32 × 32 colour images from the binary version, flipped and cropped while they train.
+
+    Reads every `data_batch_N.bin`, of which a twelfth of the images validates, and `test_batch.bin`; as many as are
+    there.
+
+    Raises:
+        InvalidArgumentError: a file is missing. UnreadableFileError: it is not in the binary layout.
+
+    References:
+        A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
+    """
+    files = sorted(Path(folder).glob("data_batch_*.bin"))
+    if not files or not (Path(folder) / "test_batch.bin").is_file():
+        raise InvalidArgumentError(
+            f"the task 'cifar10:{folder}' needs data_batch_1.bin and test_batch.bin", f"{len(files)} training files",
+            "Download the binary version of CIFAR-10, and name its folder.",
+        )  # fmt: skip
+    parts = [_cifar_file(path) for path in files]
+    images, labels = (torch.cat(each) for each in zip(*parts, strict=True))
+    order = torch.randperm(len(labels), generator=generator(0, "cifar10"))
+    validation, train = order.tensor_split((max(1, len(labels) // 12),))
+    return Task(
+        name="cifar10",
+        train=_whole(images[train], labels[train]),
+        validation=_whole(images[validation], labels[validation]),
+        test=_whole(*_cifar_file(Path(folder) / "test_batch.bin")),
+        model="resnet20",
+        sizes={"num_classes": 10, "in_channels": 3},
+        training=TrainingConfig(epochs=30, batch_size=128, lr=0.1, decay="weights"),
+        sesoi=0.5,
+        augment=flipped_and_cropped,
+        standardize=((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)),
+        threat=AttackConfig(epsilon=8 / 255, low=0.0, high=1.0),
+        notes=(f"{len(train):,} images train, of the 50,000 of the whole data set less a twelfth that validates.",),
+    )
+
+
+def _cifar_file(path: Path) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, 32, 32) and labels of one file of the binary version."""
+    size = path.stat().st_size
+    raw = np.fromfile(path, np.uint8, count=min(size, _MOST_IMAGES * (1 + _CIFAR)))
+    if not size or size % (1 + _CIFAR) or size > len(raw) or int(raw[:: 1 + _CIFAR].max()) > 9:
+        why = f"{size} bytes are not whole images of {1 + _CIFAR} bytes with labels from 0 to 9"
+        raise UnreadableFileError(str(path), why, "Download it again.")
+    rows = torch.from_numpy(raw.reshape(-1, 1 + _CIFAR))
+    return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
+
+
+def flipped_and_cropped(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image mirrored with probability one half, and moved by up to 4 pixels in both directions, over zeros.
+
+    Shape:
+        - ``images``: (N, C, H, W); output: the same.
+    """
+    count, _, height, width = images.shape
+    mirrored = torch.rand(count, generator=generator) < 0.5
+    down, right = torch.randint(0, 9, (2, count), generator=generator)
+    padded = F.pad(torch.where(mirrored[:, None, None, None], images.flip(3), images), (4, 4, 4, 4))
+    rows = down[:, None] + torch.arange(height)
+    columns = right[:, None] + torch.arange(width)
+    which = torch.arange(count)[:, None, None]
+    return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
 def _halved(images: Tensor, labels: Tensor) -> Split:
     return Split(F.avg_pool2d(images[:, None].float() / 255, 2), labels.long())
 
