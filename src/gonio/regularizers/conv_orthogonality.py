@@ -98,7 +98,8 @@ def _symbols(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     if at in _WAVES and not torch.compiler.is_compiling():
         waves, share = _WAVES[at]
     else:
-        waves, share = (x.to(weight) for x in _waves(*key))
+        waves, share = _waves(*key)
+        waves, share = waves.to(weight), share.to(weight)
         if type(waves) is Tensor and not torch.compiler.is_compiling():  # no fake tensors
             _WAVES[at] = waves, share
     filters = weight.unflatten(0, (layout.groups, -1)).flatten(3)
