@@ -514,6 +514,19 @@ PARAMETRIZATIONS += _on_corners("WeightNorm", P.WeightNorm, ref_P.weight_norm, k
 PARAMETRIZATIONS += _on_corners(
     "SpectralNorm", lambda: P.SpectralNorm(norm=1.5), lambda m, v: 1.5 * ref_P.spectral(m, v)
 )
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm at most 0.3",
+    lambda: P.SpectralNorm(at_most=0.3),
+    lambda m, v: ref_P.spectrally_bounded(m, v, 0.3),
+    corners=("Linear", "grouped Conv2d"),
+)
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm at most 50",
+    lambda: P.SpectralNorm(at_most=50.0),
+    lambda m, v: ref_P.spectrally_bounded(m, v, 50.0),
+    keeps_weight=True,
+    corners=("Conv2d",),
+)
 PARAMETRIZATIONS += _on_corners("Orthogonal", P.Orthogonal, ref_P.orthogonal)
 PARAMETRIZATIONS += _on_corners("OrthogonalConv", P.OrthogonalConv, ref_P.orthogonal_conv)
 PARAMETRIZATIONS += _on_corners("WeightStandardization", P.WeightStandardization, ref_P.standardized)
@@ -528,6 +541,12 @@ PARAMETRIZATIONS += _on_corners(
     lambda: P.SpectralNorm(view="conv"),
     ref_P.conv_spectral,
     corners=("Conv2d", "grouped Conv2d", "ConvTranspose2d"),
+)
+PARAMETRIZATIONS += _on_corners(
+    "SpectralNorm of conv at most 0.3",
+    lambda: P.SpectralNorm(view="conv", at_most=0.3),
+    lambda m, v: ref_P.conv_spectrally_bounded(m, v, 0.3),
+    corners=("Conv2d",),
 )
 
 # --- initialisation -------------------------------------------------------------------------------
@@ -652,6 +671,11 @@ VERBS += [
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
+    _verb(
+        "hold_ spectral norms",
+        lambda m: optim.hold_(m, _optimizer(m), norm="spectral"),
+        keeps_function=True,
+    ),
     _verb(
         "clip_qk_",
         lambda m: optim.clip_qk_(m, _optimizer(m)),

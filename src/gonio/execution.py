@@ -101,6 +101,13 @@ def replicated_like(x: Tensor, reference: Any) -> Tensor:
     return made
 
 
+def cut_like(x: Tensor, reference: Any) -> Tensor:
+    """A plain tensor with the same values in every process, as the shards of a DTensor; differentiable."""
+    everywhere: Any = replicated_like(x, reference)
+    cut: Tensor = everywhere.redistribute(placements=reference.placements)
+    return cut
+
+
 def sharded_like(x: Tensor, reference: Any) -> Tensor:
     """A whole tensor as the shards, device and dtype of `reference` if that is a DTensor; else unchanged.
 

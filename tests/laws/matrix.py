@@ -38,9 +38,7 @@ SETTINGS = {
     "safetensors": "`save_model` and `load_model`",
     "meta": "built on the meta device, allocated by `to_empty`, loaded",
 }
-# Without results for every setting: one of its settings with several processes did not end, see docs/limitations.md.
-UNFINISHED = {"OrthogonalConv"}
-ROWS = [subject.name for subject in SUBJECTS if subject.name not in UNFINISHED]
+ROWS = [subject.name for subject in SUBJECTS]
 Cells = dict[str, dict[str, str]]  # row -> setting -> "passed", "refused: …" or "failed: …"
 
 

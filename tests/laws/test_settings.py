@@ -19,7 +19,7 @@ from ranks import spawned
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONAL = {"Lightning": "lightning", "HF": "transformers", "Accelerate": "accelerate", "ONNX": "onnxruntime"}
-LINEAR = ("Sphere", "WeightNorm", "SpectralNorm", "Orthogonal", "WeightStandardization")
+LINEAR = ("Sphere", "WeightNorm", "SpectralNorm", "Orthogonal", "OrthogonalConv", "WeightStandardization")
 CONVOLUTIONS = (
     "DecoupledConv",
     "DecoupledConvTranspose",

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gonio
 from catalog import seeded
+from gonio.optim.vectors import NORMS
 from ranks import WORLD, attempt
 
 Case = Callable[[nn.Module], tuple[torch.optim.Optimizer, Any]]
@@ -43,7 +44,7 @@ def _l2(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
 
 
 CASES: dict[str, Case] = {
-    **{f"{norm} {step}": _held(norm, step) for norm in ("matrix", "filters", "columns") for step in ("free", "fixed")},
+    **{f"{norm} {step}": _held(norm, step) for norm in NORMS for step in ("free", "fixed")},
     "Muon": _muon,
     "Adam with L2": _l2,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,12 +33,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention": (lambda: nn.MultiheadAttention(8, 2), "in_proj_weight"),
     "LSTM": (lambda: nn.LSTM(3, 5), "weight_hh_l0"),
 }
-NORMS = ("matrix", "filters", "columns")
+SUMS = ("matrix", "filters", "columns")  # norms that are sums over entries
+NORMS = (*SUMS, "spectral")
 
 
 def norms_of(weight: Tensor, layout: Any, norm: str) -> Tensor:
     """The reference: norms of the matrix view in float64."""
     rows = matrix_view(weight.detach().double(), layout)
+    if norm == "spectral":
+        return torch.linalg.matrix_norm(rows, 2)
     return rows.norm(dim={"matrix": (1, 2), "filters": 2, "columns": 1}[norm])
 
 
@@ -120,6 +124,24 @@ def test_the_norm_of_a_million_entries_is_right() -> None:
     assert float(layer.weight.detach().double().norm() / weight.double().norm()) == pytest.approx(1, abs=2e-7)
 
 
+def test_a_spectral_norm_is_held_where_the_others_change() -> None:
+    """A layer too large for an exact decomposition by 48 steps, and a training that diverges, which raises nothing."""
+    torch.manual_seed(0)
+    layer = nn.Linear(90, 70, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
+    print_ = str(gonio.hold_(layer, optimizer, norm="spectral", radius=1.5))
+    assert "weight: spectral norm of 1 matrix held at 1.5" in print_
+    before = norms_of(layer.weight, layout_of(layer), "matrix")
+    drift(layer, optimizer, 10)
+    found = norms_of(layer.weight, layout_of(layer), "spectral")
+    torch.testing.assert_close(found, torch.full_like(found, 1.5), rtol=1e-4, atol=0)
+    assert not torch.allclose(norms_of(layer.weight, layout_of(layer), "matrix"), before, rtol=1e-2)
+    for _ in range(CHECKED):
+        layer.weight.grad = torch.full_like(layer.weight, torch.inf)
+        optimizer.step()
+    assert layer.weight.isnan().any()
+
+
 # --- steps --------------------------------------------------------------------------------------------------------
 
 
@@ -130,7 +152,8 @@ def test_hyperballs_formula(norm: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain, held = (nn.Conv2d(3, 5, 2, dtype=dtype) for _ in range(2))
     held.load_state_dict(plain.state_dict())
-    dims = {"matrix": (0, 1), "filters": (1,), "columns": (0,)}[norm]
+    order, dims = {"matrix": ("fro", (0, 1)), "spectral": (2, (0, 1)), "filters": (2, 1), "columns": (2, 0)}[norm]
+    size = partial(torch.linalg.norm, ord=order, dim=dims, keepdim=True)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (plain, held)]
     gonio.hold_(held, optimizers[1], norm=norm, step="fixed")
     for seed in range(4):
@@ -139,9 +162,9 @@ def test_hyperballs_formula(norm: str, dtype: torch.dtype) -> None:
             m.weight.grad = seeded(5, 3, 2, 2, seed=seed, dtype=dtype)
             opt.step()
         u = w - plain.weight.detach().double().flatten(1)
-        radius = w.norm(dim=dims, keepdim=True)
-        moved = w - 0.05 * radius * u / u.norm(dim=dims, keepdim=True)
-        expected = radius * moved / moved.norm(dim=dims, keepdim=True)
+        radius = size(w)
+        moved = w - 0.05 * radius * u / size(u)
+        expected = radius * moved / size(moved)
         tolerance = 1e-5 if dtype is torch.float32 else 1e-12  # u is a difference of float32 numbers
         assert torch.allclose(held.weight.detach().double().flatten(1), expected, rtol=tolerance, atol=tolerance)
         plain.weight.data = held.weight.detach().clone()
@@ -328,7 +351,7 @@ def test_weights_outside_of_the_optimizer_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"norm": "rows"}, r"norm=\) is one of 'matrix', 'filters', 'columns'; found 'rows'"),
+        ({"norm": "rows"}, r"norm=\) is one of 'matrix', 'spectral', 'filters', 'columns'; found 'rows'"),
         ({"step": "half"}, r"step=\) is one of 'free', 'fixed'; found 'half'"),
         ({"radius": 0}, r"radius=\) is 'initial' or a positive number; found 0"),
         ({"radius": True}, r"radius=\) is 'initial' or a positive number; found True"),
@@ -450,7 +473,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("step", "each"), [("free", 2), ("fixed", 9)])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", SUMS)
 def test_a_further_weight_costs_few_operations(norm: str, step: str, each: int) -> None:
     """Those that read and write it: a norm and a product; with a fixed step also the copy and the change.
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import gonio
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from ranks import group
 
 KINDS = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d), 3: (nn.Conv3d, nn.ConvTranspose3d)}
 CHANNELS = ((4, 4), (2, 6), (6, 2))
@@ -60,6 +63,42 @@ def test_every_combination_is_orthogonal(combinations: list[Combination]) -> Non
         values = torch.linalg.svdvals(read)
         assert float((values - 1).abs().max()) < 1e-10, combination
         assert layer.weight_parametrization.holds(layer.weight), combination
+
+
+@pytest.mark.parametrize("combinations", [COMBINATIONS[5::50], pytest.param(COMBINATIONS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+def test_grids_of_4_to_32_points_in_both_precisions(
+    combinations: list[Combination], dtype: torch.dtype, tolerance: float
+) -> None:
+    """By blocks of the operator in frequencies; a kernel that wraps around a small grid is summed by it.
+
+    The rank of a block is the smaller of its outputs and the inputs that are read; all other singular values are 0.
+    """
+    for combination in combinations:
+        dims, kernel, stride, dilation, groups, _, _ = combination
+        layer = attached(combination)
+        weight = layer.weight_parametrization(layer._parameters["weight"].detach().to(dtype)).double()
+        phases = len({tap * dilation % stride for tap in range(kernel)})
+        for size in (size for size in (4, 8, 16, 32) if size % stride == 0 and size**dims <= 1024):
+            for part in weight.chunk(groups):
+                values = torch.linalg.svdvals(fourier_blocks(part, size, stride, dilation))
+                rank = min(part.shape[0], part.shape[1] * phases**dims)
+                assert float((values[..., :rank] - 1).abs().max()) < tolerance, (combination, size)
+                assert float(values[..., rank:].abs().sum()) < tolerance * values.numel(), (combination, size)
+
+
+def fourier_blocks(weight: Tensor, size: int, stride: int, dilation: int) -> Tensor:
+    """Blocks of a group's periodic operator: outputs at one frequency of the coarse grid, inputs at all that alias."""
+    dims = weight.ndim - 2
+    kernel = weight.new_zeros(*weight.shape[:2], *[size] * dims)
+    for tap in product(*map(range, weight.shape[2:])):
+        kernel[(slice(None), slice(None), *(t * dilation % size for t in tap))] += weight[(..., *tap)]
+    symbol = torch.fft.fftn(kernel, dim=tuple(range(2, kernel.ndim)))
+    coarse = size // stride
+    for axis in range(dims):
+        symbol = symbol.unflatten(2 + 2 * axis, (stride, coarse))
+    aliases, points = [2 + 2 * a for a in range(dims)], [3 + 2 * a for a in range(dims)]
+    return symbol.permute(*points, 0, 1, *aliases).flatten(dims + 1) / stride ** (dims / 2)
 
 
 def test_orthogonal_filters_are_not_an_orthogonal_operator() -> None:
@@ -141,6 +180,21 @@ def test_training_keeps_single_precision_operators_orthogonal() -> None:
 def test_linear_layers_have_the_polar_factor() -> None:
     raw = torch.randn(3, 5, generator=gonio.seeding.generator(0), dtype=torch.float64)
     torch.testing.assert_close(P.OrthogonalConv(scale=2.0).weight_of(raw), P.Orthogonal(scale=2.0).weight_of(raw))
+
+
+def test_sharded_weights_are_those_of_the_whole(tmp_path: Path) -> None:
+    """A linear layer has no projections; torch's propagation of views of empty shards does not end."""
+    raw = torch.randn(3, 5, generator=gonio.seeding.generator(0), dtype=torch.float64)
+    expected = raw.clone().requires_grad_()
+    P.OrthogonalConv().weight_of(expected)[0].sum().backward()
+    with group(tmp_path):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(raw, mesh, [Shard(0)]).requires_grad_()
+        found = P.OrthogonalConv().weight_of(sharded)
+        assert found.placements == sharded.placements
+        found.full_tensor()[0].sum().backward()
+        torch.testing.assert_close(found.full_tensor(), P.OrthogonalConv().weight_of(raw))
+        torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad)
 
 
 def test_what_it_refuses() -> None:

@@ -15,6 +15,7 @@ from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
 from gonio.parametrizations import spectral_norm, spectral_views
+from gonio.parametrizations.parametrization import describe
 from parametrizations.layers import LAYERS, make, sample
 
 CONVS = [name for name in LAYERS if "conv" in name]
@@ -216,6 +217,60 @@ def test_what_is_reported_is_measured(view: str) -> None:
         assert note in measure(nn.Sequential(layer))["0"].notes
 
 
+@pytest.mark.parametrize("view", ["filters", "conv"])
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_a_bound_scales_only_what_exceeds_it(name: str, view: str) -> None:
+    """Below, the weight and its gradient are those of the plain layer, to the bit; above, those of the norm."""
+    raw = make(name).weight.detach()
+    top = attached(make(name), view=view).weight_parametrization.sigma(raw)
+    cotangent = seeded(*raw.shape, seed=5)
+    for factor in (0.5, 2.0):
+        bound = float(top) * factor
+        layer = attached(make(name), view=view, at_most=bound)
+        (gradient,) = torch.autograd.grad((layer.weight * cotangent).sum(), layer._parameters["weight"])
+        assert layer.weight_parametrization.holds(layer.weight)
+        if factor > 1:
+            assert torch.equal(layer.weight, raw)
+            assert torch.equal(gradient, cotangent)
+        else:
+            normed = attached(make(name), view=view, norm=bound)
+            (expected,) = torch.autograd.grad((normed.weight * cotangent).sum(), normed._parameters["weight"])
+            torch.testing.assert_close(layer.weight, normed.weight)
+            torch.testing.assert_close(gradient, expected)
+            assert not layer.weight_parametrization.holds(1.1 * layer.weight)
+
+
+def test_a_bound_holds_after_each_step() -> None:
+    """A critic with two forwards per step, whose weights grow until the bound stops their norms, and stay below it."""
+    torch.manual_seed(0)
+    layer = attached(nn.Linear(6, 4), at_most=2.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
+    norms = []
+    for step in range(40):
+        optimizer.zero_grad()
+        real, false = layer(seeded(8, 6, seed=step)), layer(seeded(8, 6, seed=100 + step))
+        (false - real).square().mean().neg().backward()
+        optimizer.step()
+        norms.append(float(torch.linalg.matrix_norm(layer.weight.detach(), 2)))
+    assert norms[0] < 1.9, "the bound was in force from the start"
+    assert norms[-1] == pytest.approx(2, rel=0.01)
+    assert max(norms) < 2.02
+
+
+def test_the_bound_is_in_the_checkpoint_and_older_ones_load() -> None:
+    capped, plain = attached(nn.Linear(6, 4), at_most=0.2), attached(nn.Linear(6, 4))
+    assert str(capped.weight_parametrization) == "SpectralNorm(view='filters', at_most=0.2)"
+    described = describe(plain.weight_parametrization.get_extra_state())
+    assert described["options"] == {"view": "filters", "norm": 1.0}, "as it was before there was a bound"
+    other = attached(nn.Linear(6, 4), at_most=0.2)
+    other.load_state_dict(capped.state_dict())
+    assert torch.equal(other.weight, capped.weight)
+    effective = plain.weight.detach().clone()
+    large = attached(nn.Linear(6, 4), at_most=2.0)
+    large.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(large.weight, effective)
+
+
 def test_vectors_of_another_weight_do_not_explode() -> None:
     """uᵀWv of stale vectors can be near 0 or negative; what is divided by never is."""
     layer = attached(make("linear"))
@@ -236,6 +291,10 @@ def test_wrong_options() -> None:
     for norm in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidArgumentError, match="finite norm > 0"):
             P.SpectralNorm(norm=norm)
+        with pytest.raises(InvalidArgumentError, match="finite at_most > 0"):
+            P.SpectralNorm(at_most=norm)
+    with pytest.raises(InvalidArgumentError, match="one of norm= and at_most=; found norm=2 and at_most=3"):
+        P.SpectralNorm(norm=2.0, at_most=3.0)
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "transposed conv2d"])
@@ -263,7 +322,7 @@ def test_vectors_of_zeros_leave_the_weight_as_it_is(view: str, size: int) -> Non
     norm = P.attach(layer, "weight", P.SpectralNorm(view=view))
     norm.v.zero_()
     raw, how = layer._parameters["weight"], norm.view_impl
-    plain = spectral_norm._divided(raw, norm.u, norm.v, norm.length, how, norm.norm / how.margin)
+    plain = spectral_norm._divided(raw, norm.u, norm.v, norm.length, how, norm.norm / how.margin, False)
     for weight in (layer.weight, plain):
         (grad,) = torch.autograd.grad(weight.sum(), raw)
         assert torch.equal(weight, raw)

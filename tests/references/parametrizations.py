@@ -80,12 +80,27 @@ def centred(layer: nn.Module, raw: Tensor) -> Tensor:
 
 def spectral(layer: nn.Module, raw: Tensor) -> Tensor:
     """Divided by the largest singular value over groups, whose singular vectors are held constant."""
+    return raw / _largest(layer, raw)
+
+
+def spectrally_bounded(layer: nn.Module, raw: Tensor, bound: float) -> Tensor:
+    """Scaled to the bound if its largest singular value exceeds it."""
+    largest = _largest(layer, raw)
+    return raw * bound / largest if float(largest.detach()) > bound else raw
+
+
+def conv_spectrally_bounded(layer: nn.Module, raw: Tensor, bound: float) -> Tensor:
+    whole = conv_spectral(layer, raw)
+    return whole * bound if float((raw / whole).detach().mean()) > bound else raw
+
+
+def _largest(layer: nn.Module, raw: Tensor) -> Tensor:
     largest = None
     for matrix in matrices(layer, raw):
         u, s, vh = torch.linalg.svd(matrix.detach())
         value = u[:, 0] @ matrix @ vh[0]
         largest = value if largest is None or s[0] > largest.detach() else largest
-    return raw / largest
+    return largest
 
 
 def conv_spectral(layer: nn.Module, raw: Tensor) -> Tensor:

@@ -228,6 +228,38 @@ def test_conv_orthogonality_is_that_of_the_operator(stride: int, kernel: int) ->
     torch.testing.assert_close(R.ConvOrthogonality(1.0).value(weight, layout), expected)
 
 
+@pytest.mark.parametrize(
+    ("shape", "stride", "dilation", "groups"),
+    [
+        ((3, 4, 3, 3), (1, 1), (1, 1), 1),
+        ((7, 2, 3, 2), (1, 1), (2, 1), 1),  # more outputs than inputs: the smaller side is the other one
+        ((9, 2, 3, 3), (2, 1), (1, 1), 1),
+        ((6, 2, 3, 4), (2, 3), (1, 2), 2),
+        ((2, 3, 2, 2), (3, 3), (1, 1), 1),  # pixels that no tap reads
+        ((4, 1, 3, 3), (1, 1), (1, 1), 4),
+    ],
+)
+def test_conv_orthogonality_equals_the_sum_over_shifts(
+    shape: tuple[int, ...], stride: tuple[int, int], dilation: tuple[int, int], groups: int
+) -> None:
+    """Value and gradient: torch's convolution of each group's kernel with itself, at every shift of the stride."""
+    layout = Layout(groups=groups, stride=stride, dilation=dilation)
+    weight = (0.3 * seeded(*shape, dtype=DOUBLE)).requires_grad_()
+    extent = [(k - 1) * d + 1 for k, d in zip(shape[2:], dilation, strict=True)]
+    written_out = torch.zeros(*shape[:2], *extent, dtype=DOUBLE)
+    written_out[:, :, :: dilation[0], :: dilation[1]] = weight
+    padding = [(k - 1) // s * s for k, s in zip(extent, stride, strict=True)]
+    expected = torch.zeros((), dtype=DOUBLE)
+    for kernel in written_out.chunk(groups):
+        overlaps = torch.nn.functional.conv2d(kernel, kernel, stride=stride, padding=padding)
+        centre = torch.zeros_like(overlaps)
+        centre[:, :, padding[0] // stride[0], padding[1] // stride[1]] = torch.eye(len(kernel))
+        expected = expected + (overlaps - centre).norm()
+    found = R.ConvOrthogonality(1.0).value(weight, layout)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, weight), torch.autograd.grad(expected, weight))
+
+
 def test_conv_orthogonality_of_dilated_kernels() -> None:
     weight = seeded(2, 2, 3, 2, dtype=DOUBLE)
     written_out = torch.zeros(2, 2, 5, 4, dtype=DOUBLE)

@@ -35,6 +35,13 @@ from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.terms import TABLES, WeightRef, weights_of
 from gonio.surgery.graph import trace
 
+_PARTS: dict[Norm, tuple[str, str]] = {
+    "matrix": ("matrix", "matrices"),
+    "spectral": ("matrix", "matrices"),
+    "filters": ("filter", "filters"),
+    "columns": ("column", "columns"),
+}
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Held(Edited):
@@ -101,8 +108,8 @@ def hold_(
         optimizer: of the weights. Build learning rate schedules after this call.
         where: which layers; None for all linear, convolutional, attention and recurrent ones in the optimizer. An
             embedding is held if it is selected.
-        norm: "matrix" for the Frobenius norm of each matrix (of each group, and of each packed projection); "filters"
-            for the weights of each output; "columns" for those of each input.
+        norm: "matrix" for the Frobenius norm of each matrix (of each group, and of each packed projection); "spectral"
+            for its largest singular value; "filters" for the weights of each output; "columns" for those of each input.
         radius: "initial" for the norms that the weights have now, or one number to which all are set.
         step: "free" or "fixed".
         magnitude: "learned" multiplies each filter by a trained gain (:class:`gonio.parametrizations.WeightNorm` over
@@ -145,7 +152,10 @@ def hold_(
     Source: Wen et al., "Hyperball", arXiv 2606.16899 (norm="matrix", step="fixed"); Loshchilov et al., "nGPT", arXiv
         2410.01131 (filters and columns along the embedding, step="free", radius=1); Karras et al., "EDM2", arXiv
         2312.02696, §2.3 (forced weight normalisation, "filters").
-    Differs: a weight packed of several matrices is held matrix by matrix.
+        For norm="spectral": T. Pethick et al., "Scion", arXiv 2502.07529, whose steps and constraint sets are balls of
+        operator norms.
+    Differs: a weight packed of several matrices is held matrix by matrix. Scion bounds the spectral norm, which is
+        constant here.
     """
     check_arguments(norm, radius, step, magnitude, magnitude_lr)
     check_optimizer(optimizer, model)
@@ -282,7 +292,7 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
             elif id(own) not in trained:
                 why = "its weight is not in the optimizer"
             elif Vectors(ref.layout, own.ndim, norm).length(own) == 1:
-                why = f"its {norm} have one entry each, which could not move"
+                why = f"its {_PARTS[norm][1]} have one entry each, which could not move"
             else:
                 able.append(ref.path)
             if not site.matches(selector):
@@ -333,9 +343,8 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         radii, at = torch.where(norms > 0, float(radius), 0.0).to(norms.dtype), f"{radius:g}"
         value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
         edit.set_data_(parameter, value.to(parameter.dtype))
-    what = {"matrix": ("matrix", "matrices"), "filters": ("filter", "filters"), "columns": ("column", "columns")}[norm]
-    count = norms.numel()
-    edit.changed(ref.path, f"{ref.name}: norm of {count} {what[count > 1]} held at {at}")
+    count, which = norms.numel(), "spectral norm" if norm == "spectral" else "norm"
+    edit.changed(ref.path, f"{ref.name}: {which} of {count} {_PARTS[norm][count > 1]} held at {at}")
     return HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
 
 

@@ -1,6 +1,6 @@
 """The vectors of a weight whose norms are held: whole matrices, filters (rows) or columns, in the layer's own layout.
 
-Nothing is copied into a matrix view: norms are reductions over stored dimensions, and factors broadcast.
+Norms but the spectral one are reductions over stored dimensions, without a matrix view, and factors broadcast.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from gonio.execution import is_sharded, replicated_like
-from gonio.geometry import Layout
+from gonio.geometry import Layout, matrix_view
+from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import computed_in, whole
 
-Norm = Literal["matrix", "filters", "columns"]
-NORMS = ("matrix", "filters", "columns")
+Norm = Literal["matrix", "spectral", "filters", "columns"]
+NORMS = ("matrix", "spectral", "filters", "columns")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Vectors:
     def reduced(self) -> tuple[int, ...]:
         """The dimensions over which a vector extends, of the weight as (matrices, dim 0, dim 1, *kernel)."""
         kernel = tuple(range(3, self.ndim + 1))
-        if self.norm == "matrix":
+        if self.norm in ("matrix", "spectral"):
             return (1, 2, *kernel)
         filters_first = not self.layout.transposed
         if self.norm == "filters":
@@ -51,7 +52,7 @@ class Vectors:
 
     def splits_shards(self) -> bool:
         """Whether a weight sharded over dim 0 has vectors that are parts of dim 0: each shard cuts them elsewhere."""
-        return self.layout.matrices > 1 and 1 in self.reduced and self.norm != "matrix"
+        return self.layout.matrices > 1 and 1 in self.reduced and self.norm not in ("matrix", "spectral")
 
     def norms(self, weight: Tensor) -> Tensor:
         """The norm of each vector."""
@@ -59,6 +60,8 @@ class Vectors:
         if self.norm == "matrix":
             total = self.rows(weight).double().unflatten(0, (self.layout.matrices, -1)).norm(dim=1).to(dtype)
             return total.view(-1, *[1] * self.ndim)
+        if self.norm == "spectral":
+            return self._spectral_norms(whole(weight).to(dtype)).view(-1, *[1] * self.ndim)
         if self.layout.matrices == 1:
             dims = tuple(dim - 1 for dim in self.reduced)
             return whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype)).unsqueeze(0)
@@ -68,6 +71,12 @@ class Vectors:
         dims = tuple(dim - 1 for dim in self.reduced)
         rows = whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype))
         return rows.unflatten(0, (self.layout.matrices, -1))
+
+    def _spectral_norms(self, weight: Tensor) -> Tensor:
+        """Of each matrix; NaN for all if an entry is not finite."""
+        if not bool(weight.isfinite().all()):
+            return weight.new_full((self.layout.matrices,), torch.nan)
+        return spectral_norm(matrix_view(weight, self.layout))
 
     def rows(self, weight: Tensor) -> Tensor:
         """The norms of all slices along dim 0: one long sum in float32 is off by 1e-4 of a million entries."""

@@ -43,13 +43,14 @@ def matrix_of(weight: Tensor, view: View) -> Tensor:
 class DividedBySpectralNorm(torch.autograd.Function):
     r"""With :math:`c = n/\sigma`: value :math:`cW`, gradient :math:`c(G - \langle G,W\rangle\, uv^\top/\sigma)`.
 
-    For a single matrix. Numbers are read from the device, which costs nothing on CPU; passes over the weight do. The
-    constants are one argument, because torch looks at each one in Python.
+    The identity if the norm is 0 or, where only norms above n are changed, at most n. For a single matrix. Numbers are
+    read from the device, which costs nothing on CPU; passes over the weight do. The constants are one argument,
+    because torch looks at each one in Python.
     """
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, constants: tuple[Tensor, Tensor, Tensor | None, View, float]) -> Tensor:
-        u, v, length, view, norm = constants
+    def forward(ctx: Any, raw: Tensor, constants: tuple[Tensor, Tensor, Tensor | None, View, float, bool]) -> Tensor:
+        u, v, length, view, norm, only_above = constants
         parts, left, right, matrix = u.shape[1], u.reshape(-1), v.reshape(-1), matrix_of(raw, view)
         image = matrix_vector(matrix, right) if parts == 1 else (right.view(parts, -1) @ matrix.mT).view(-1)
         per_right = (1.0 if length is None else length.item()) / (_inner(right, right) ** 0.5 or 1.0)
@@ -57,7 +58,7 @@ class DividedBySpectralNorm(torch.autograd.Function):
         sigma = _inner(left, image) * per_right / size if size else 0.0
         if sigma < STALE * reached:
             sigma, left, size = reached, image, reached / per_right
-        ctx.sigma = sigma if sigma >= _SMALLEST[raw.dtype] else 0.0
+        ctx.sigma = sigma if sigma >= (norm if only_above else _SMALLEST[raw.dtype]) else 0.0
         ctx.factor = norm / sigma if ctx.sigma else 1.0
         ctx.view, ctx.norm, ctx.parts, ctx.per_pair = view, norm, parts, per_right / (size or 1.0)
         # Copies: a tick, or DDP's broadcast of buffers, may change u and v between forward and backward.

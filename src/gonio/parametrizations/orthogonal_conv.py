@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.execution import cut_like, is_sharded
 from gonio.geometry.conv_operator import Taps, frequencies, taps_of
-from gonio.geometry.norms import widen
+from gonio.geometry.norms import whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.orthogonal import polar
 from gonio.parametrizations.parametrization import Parametrization
@@ -177,6 +178,8 @@ class OrthogonalConv(Parametrization):
         super().bind(weight, layout)
 
     def weight_of(self, raw: Tensor) -> Tensor:
+        if is_sharded(raw):  # every factor needs all of its generator
+            return cut_like(self.weight_of(whole(raw)), raw)
         shape, groups = _Shape.of(raw, self.bound_layout), self.bound_layout.matrices
         base, rows = shape.unpacked(raw, groups)
         kernels = shape.kernels(polar(base), polar(rows) if rows.numel() else rows).reshape(raw.shape)
@@ -202,7 +205,7 @@ class OrthogonalConv(Parametrization):
             >>> conv.distance(2 * torch.eye(3))  # a linear layer that is orthogonal but for its scale
             0.0
         """
-        wide = widen(weight)
+        wide = widen(whole(weight))
         kernel = self.weight_of(self.right_inverse(wide))
         share = float((kernel * wide).sum() / (kernel.norm() * wide.norm()))
         return max(0.0, 1 - share**2) ** 0.5
@@ -210,7 +213,7 @@ class OrthogonalConv(Parametrization):
     def holds(self, weight: Tensor) -> bool:
         """Whether every singular value of the operator on the pixels that it reads is `scale`, up to rounding."""
         limit = 10 * weight[0].numel() ** 0.5 * torch.finfo(weight.dtype).eps
-        weight, layout = weight.detach().double() / self.scale, self.bound_layout
+        weight, layout = whole(weight.detach()).double() / self.scale, self.bound_layout
         if weight.ndim == 2 or layout.blocks > 1:
             symbols = weight.reshape(layout.matrices, 1, -1, *weight.shape[1:]).flatten(3)
         else:
@@ -257,8 +260,8 @@ def _pull(target: Tensor, shape: _Shape, base: Tensor, rows: Tensor, index: int 
         part.requires_grad_()
         found = (part if index is None else base).unflatten(-1, (shape.channels, *shape.block))
         for i in range(len(shape.axes)):
-            whole = i == index  # the projection itself, not its rows, since the product is linear in it
-            along = torch.einsum("goc...,gcd->god...", found, part) if whole else _projected(found, rows[:, i])
+            itself = i == index  # the projection, not its rows, since the product is linear in it
+            along = torch.einsum("goc...,gcd->god...", found, part) if itself else _projected(found, rows[:, i])
             found = shape.lengthened(found, along, i)
         (gradient,) = torch.autograd.grad((found * target).sum(), part)
     return gradient

@@ -13,7 +13,7 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import watch
 from gonio.editing.where import sites
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.execution import apply, count_fused_steps, is_sharded, ordinary_eager
+from gonio.execution import apply, count_fused_steps, cut_like, is_sharded, ordinary_eager
 from gonio.geometry.norms import full_precision, normalize, whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm
@@ -34,7 +34,10 @@ STALE_VERSION = -1  # of a weight to which the vectors do not belong
 
 
 class SpectralNorm(Parametrization):
-    r"""A weight of spectral norm n (the option `norm`): :math:`W = n \, V / \sigma(V)`.
+    r"""A weight of spectral norm n (the option `norm`), :math:`W = n \, V / \sigma(V)`, or of at most c (`at_most`).
+
+    With `at_most` only what exceeds c is scaled: :math:`W = V \min(1, c / \sigma(V))`. A weight within the bound is
+    V itself, with the gradient of the identity.
 
     `view` chooses the operator whose norm :math:`\sigma` is:
 
@@ -47,8 +50,8 @@ class SpectralNorm(Parametrization):
         padding, for which :math:`\sigma` is a sound bound: the exact circular norm on a grid of 8r points per
         dimension (r the kernel's reach), times the 2 % per dimension by which a frequency between grid points
         can exceed it. The effective operator norm therefore lies in :math:`[0.96\,n, n]` for a 3×3 kernel, up
-        to the convergence of the power iteration. A linear layer and a 1×1 convolution are their matrix in
-        either view.
+        to the convergence of the power iteration; under `at_most` an operator norm above 0.96 c may count as
+        above c. A linear layer and a 1×1 convolution are their matrix in either view.
 
     :math:`\sigma = u^\top V v` with unit vectors that start exact (an SVD, or Lanczos steps for large weights) and are
     improved by subspace iteration, for ``"conv"`` by power iteration. They are constants in the backward pass, whose
@@ -61,11 +64,11 @@ class SpectralNorm(Parametrization):
     Changes that torch does not count, through ``.data``, and replicas of ``nn.DataParallel`` need a call of
     :func:`tick_`.
 
-    Invariances: Rescaling the trained tensor by a positive factor.
+    Invariances: Rescaling the trained tensor by a positive factor; with `at_most`, where both norms are above it.
 
     Raises:
-        InvalidArgumentError: for another view, for n that is not positive and finite, and on attaching with
-            ``view="conv"`` to a layer with reflected or replicated padding, whose operator has no such bound.
+        InvalidArgumentError: for another view, for n or c not positive and finite, for both given, and on attaching
+            with ``view="conv"`` to a layer with reflected or replicated padding, whose operator has no such bound.
 
     Cost:
         two passes over the weight forward (one for :math:`Vv`) and two backward; per change of the weight its smaller
@@ -88,16 +91,23 @@ class SpectralNorm(Parametrization):
         grouped layer is one matrix there, whose groups then have norms below 1; a zero weight is NaN there.
     """
 
-    options: ClassVar[tuple[str, ...]] = ("view", "norm")
+    options: ClassVar[tuple[str, ...]] = ("view", "norm", "at_most")
 
-    def __init__(self, *, view: Of = "filters", norm: float = 1.0) -> None:
+    def __init__(self, *, view: Of = "filters", norm: float = 1.0, at_most: float | None = None) -> None:
         super().__init__()
         if view not in get_args(Of):
             raise InvalidArgumentError('SpectralNorm has view="filters" or "conv"', repr(view), "Choose one.")
         if not 0 < norm < float("inf"):
             raise InvalidArgumentError("SpectralNorm needs a finite norm > 0", f"{norm}", "Often it is 1.")
+        if at_most is not None and not 0 < at_most < float("inf"):
+            raise InvalidArgumentError("SpectralNorm needs a finite at_most > 0", f"{at_most}", "Often it is 1.")
+        if at_most is not None and norm != 1:
+            found = f"norm={norm:g} and at_most={at_most:g}"
+            do = "Pass norm= to set the norm, or at_most= to bound it."
+            raise InvalidArgumentError("SpectralNorm has one of norm= and at_most=", found, do)
         self.view = view
         self.norm = float(norm)
+        self.at_most = None if at_most is None else float(at_most)
         self.u: Tensor | None
         self.v: Tensor | None
         self.length: Tensor | None
@@ -128,14 +138,14 @@ class SpectralNorm(Parametrization):
 
     def weight_of(self, raw: Tensor) -> Tensor:
         if is_sharded(raw):  # every process stores the vectors of the whole weight
-            return _sharded_like(raw, self.weight_of(whole(raw)))
+            return cut_like(self.weight_of(whole(raw)), raw)
         state = self._vectors()
         view = self.view_impl
         if view is None:  # a template stores no vectors
             view = _view_of(self.view, self.bound_layout, raw)
             state = view.start(view.matrices(raw.detach()))
         u, v = state["u"], state["v"]
-        constants = u, v, state.get("length"), view, self.norm / view.margin
+        constants = u, v, state.get("length"), view, self._bound / view.margin, self.at_most is not None
         fast = raw.is_cpu and u.shape[0] == 1 and u.dtype is v.dtype is raw.dtype and ordinary_eager(raw, u, v)
         weight: Tensor = apply(DividedBySpectralNorm, raw, constants) if fast else _divided(raw, *constants)
         return weight
@@ -174,19 +184,21 @@ class SpectralNorm(Parametrization):
         if used.is_meta or not used.isfinite().all():
             return ()
         of = "of the convolution" if self.view == "conv" else "of the filters' matrix"
-        return (f"its largest gain, {of}, is {self.measured(used):.4g} for a norm of {self.norm:g}",)
+        set_to = f"a norm of {self.norm:g}" if self.at_most is None else f"at most {self.at_most:g}"
+        return (f"its largest gain, {of}, is {self.measured(used):.4g} for {set_to}",)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the largest gain is `norm` within 1 %; with ``view="conv"``, at most 1 % above, and below by
-        no more than 1 % and the margin."""
+        no more than 1 % and the margin. With `at_most`, whether it is at most 1 % above."""
         how = _view_of(self.view, self.bound_layout, weight)
-        low, high = 0.99 * self.norm / how.margin, 1.01 * self.norm
+        low, high = 0.99 * self.norm / how.margin if self.at_most is None else 0.0, 1.01 * self._bound
         return low <= self.measured(weight) <= high
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Take over torch's u and v, if the layer has one matrix and the norm is torch's, 1."""
         u, v, original = (tensors.get(name) for name in ("u", "v", "original"))
-        if u is None or v is None or self.u is None or self.v is None or self.norm != 1 or self.view != "filters":
+        torchs = self.norm == 1 and self.at_most is None and self.view == "filters"
+        if u is None or v is None or self.u is None or self.v is None or not torchs:
             return None
         if self.bound_layout.matrices > 1:
             problem = "SpectralNorm normalises each group of a layer as a matrix of its own"
@@ -216,6 +228,16 @@ class SpectralNorm(Parametrization):
     def __getstate__(self) -> dict[str, Any]:
         version = None if self._is_current() else STALE_VERSION
         return {**super().__getstate__(), "_followed": version, "_evaluated": None}
+
+    @property
+    def _bound(self) -> float:
+        """The norm that is set, or the largest that is left."""
+        return self.norm if self.at_most is None else self.at_most
+
+    def _options(self) -> dict[str, Any]:
+        """Without the one of `norm` and `at_most` that is not used; earlier checkpoints have no `at_most`."""
+        unused = "at_most" if self.at_most is None else "norm"
+        return {name: value for name, value in super()._options().items() if name != unused}
 
     def _described(self) -> dict[str, Any]:
         return {**super()._described(), **({"adopted": True} if self._adopted else {})}
@@ -307,13 +329,6 @@ def _version(raw: Any) -> int:
     return 0 if raw.is_inference() else int(raw._version)
 
 
-def _sharded_like(raw: Any, weight: Tensor) -> Tensor:
-    """A weight that is the same in every process, distributed as the DTensor `raw` is; differentiable."""
-    everywhere: Any = raw.from_local(weight, raw.device_mesh, run_check=False)
-    distributed: Tensor = everywhere.redistribute(placements=raw.placements)
-    return distributed
-
-
 def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
     matrix = weight[0, 0].numel() == 1  # without neighbours the map on images is the matrix at each pixel
     kind = FilterView if view == "filters" or matrix else ConvolutionView
@@ -324,9 +339,13 @@ def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:
     return kind.of(layout, weight.shape)
 
 
-def _divided(raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float) -> Tensor:
-    """`raw` times `norm` over its spectral norm; a zero weight is returned unchanged."""
+def _divided(
+    raw: Tensor, u: Tensor, v: Tensor, length: Tensor | None, view: SpectralView, norm: float, only_above: bool
+) -> Tensor:
+    """`raw` times `norm` over its spectral norm; itself if that is 0 or, with `only_above`, at most `norm`."""
     sigma = _sigma(view.matrices(raw), u, v, length)
+    if only_above:
+        return raw / (sigma / norm).clamp_min(1)
     zero = sigma < torch.finfo(sigma.dtype).tiny ** 0.5
     # A division, whose gradient needs the quotient, which the layer keeps anyway: compiled, a product keeps `raw` too.
     # A sum, where the norm is 0 and 1 is added: a choice of the two would be kept for the gradient.
