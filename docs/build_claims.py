@@ -30,6 +30,7 @@ from gonio.lab.showing.claims import (
     contrast_text,
     cost_text,
     effect_text,
+    task_picture,
 )
 from gonio.pages import standalone
 
@@ -58,8 +59,10 @@ def pages() -> dict[Path, str]:
         lines = [HEAD, f"# Claims on {topic}", "", *_intro(seed, versions)]
         for claim in claims:
             lines += ["", *_section(claim, found.get(claim.name))]
-            svg = _svg(found.get(claim.name))
-            written |= {PAGES / "images" / f"{claim.name}.svg": svg} if svg else {}
+            one = found.get(claim.name)
+            for name, picture in ((claim.name, claim_picture), (f"{claim.name}-task", task_picture)):
+                svg = picture(one) if one else ""
+                written |= {PAGES / "images" / f"{name}.svg": standalone(svg) + "\n"} if svg else {}
         written[PAGES / f"{seed}.md"] = "\n".join(lines) + "\n"
     head = [HEAD, "# What the papers claim, tried here", ""]
     lines = [*head, _counts(found), "", *_RULES, "", _CORRECTIONS, "", *_table(found), "", *_noise(found), "",
@@ -136,8 +139,14 @@ def _section(claim: Claim, one: ClaimResult | None) -> list[str]:
     if one:
         lines[-1] += f": {effect_text(one)}. {one.evidence.reason}"
         lines += ["", f"![Scores of {claim.name}](images/{claim.name}.svg)", ""]
+        if task_picture(one):
+            lines += [f"![Task scores of {claim.name}](images/{claim.name}-task.svg)", ""]
         arms = arm_table(one)
-        lines += [f"| {' | '.join(arms.head)} |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in arms.rows)]
+        lines += [
+            f"| {' | '.join(arms.head)} |",
+            "|---" * len(arms.head) + "|",
+            *(f"| {' | '.join(row)} |" for row in arms.rows),
+        ]
         lines += [
             "",
             f"- Tested: {contrast_text(one.contrast)}. {one.measured} {claimed_text(claim)}",
@@ -152,12 +161,6 @@ def _section(claim: Claim, one: ClaimResult | None) -> list[str]:
     flag = " --full" if one and one.full else ""
     lines += [f"- Repeat: `gonio reproduce {claim.name}{flag}`"] if not claim.not_tried else []
     return lines
-
-
-def _svg(one: ClaimResult | None) -> str:
-    """The picture as a file of its own."""
-    picture = claim_picture(one) if one else ""
-    return standalone(picture) + "\n" if picture else ""
 
 
 def _counts(found: dict[str, ClaimResult]) -> str:
@@ -195,8 +198,8 @@ def _noise(found: dict[str, ClaimResult]) -> list[str]:
         "## Noise of the controls",
         "",
         "Of each experiment: the interval that other random numbers alone would give (± half of 95 %), beside the "
-        "smallest effect of interest; and how often two sets of runs of the baseline that are paired anew, 400 times, "
-        "would be called different (a false verdict, before the correction).",
+        "smallest effect of interest; and how often two random halves of all runs of the baseline would be called "
+        "different (a false verdict, before the correction; 400 draws).",
         "",
         "| claim | task | noise | smallest effect | false verdicts |",
         "|---|---|--:|--:|--:|",

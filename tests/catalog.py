@@ -608,6 +608,14 @@ def _verb(name: str, apply: Callable[[nn.Module], Any], **options: Any) -> VerbC
     return VerbCase(**{"name": name, "model": _small_network, "inputs": _images, "apply": apply, **options})
 
 
+def _attention_network() -> nn.Module:
+    return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3))
+
+
+def _tokens() -> Tensor:
+    return seeded(3, 5, 8)
+
+
 def _held_network() -> nn.Module:
     model = _small_network()
     optim.hold_(model, _optimizer(model))
@@ -633,6 +641,13 @@ VERBS += [
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
+    _verb(
+        "clip_qk_",
+        lambda m: optim.clip_qk_(m, _optimizer(m)),
+        model=_attention_network,
+        inputs=_tokens,
+        keeps_function=True,
+    ),
     _verb("release_", lambda m: optim.release_(m), model=_held_network, keeps_function=True),
     _verb("apply_ a recipe", lambda m: Recipe.from_dict(_RECIPE).apply_(m)),
     _verb(

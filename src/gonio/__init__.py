@@ -15,7 +15,7 @@ _EXPORTS = {
     "errors": ("GonioError",),
     "lab": ("doctor",),
     "measuring": ("Measurements", "Tracker", "certify", "check", "measure"),
-    "optim": ("hold_",),
+    "optim": ("clip_qk_", "hold_"),
     "penalty": ("Penalty", "param_groups"),
     "recipes": ("Recipe",),
     "surgery": (
@@ -66,9 +66,10 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.measuring.certificate import certify as certify
     from gonio.measuring.checking.check import check as check
     from gonio.measuring.measure import measure as measure
+    from gonio.optim import clip_qk_ as clip_qk_
     from gonio.optim import hold_ as hold_
     from gonio.penalty import Penalty as Penalty
-    from gonio.penalty import param_groups as param_groups
+    from gonio.penalty.param_groups import param_groups as param_groups
     from gonio.recipes import Recipe as Recipe
     from gonio.surgery import Edited as Edited
     from gonio.surgery import OfType as OfType

@@ -82,7 +82,7 @@ def check_verb(case: VerbCase, error: type[BaseException]) -> None:
             case.apply(model)
         torch.set_grad_enabled(grad)  # torch's no_grad itself may be interrupted
         found = Snapshot.of(model, x)
-        if found.classes == before.classes and _equal(found, before):
+        if found.classes == before.classes and _equal(found, before) and found.hooks == before.hooks:
             assert_restored(before, found)
         else:
             assert found.classes == after.classes, f"between, at line {at} of {total}"

@@ -163,3 +163,27 @@ def test_the_frame_has_every_column() -> None:
     frame = tracker.to_frame()
     assert list(frame.columns) == ["step", "layer", *FIGURES]
     assert frame["alignment"].isna().tolist() == [False, True, False]
+
+
+def test_findings_arise_with_the_step_at_which_they_are_seen() -> None:
+    """Filters that become one direction at the third step: found there, once; a healthy network has none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 12))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1)
+    healthy = gonio.Tracker(model[2], every=1)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        model(torch.randn(4, 20)).square().mean().backward()
+        if step == 3:
+            with torch.no_grad():
+                model[0].weight.copy_(torch.randn(20) + 0.01 * torch.randn(16, 20))
+        optimizer.step()
+        healthy.step()
+    assert {step for step, _ in tracker.findings} == {3}
+    assert {finding.code for _, finding in tracker.findings} & {"G201", "G301"}
+    assert {finding.path for _, finding in tracker.findings} == {"0"}
+    assert healthy.findings == []
+    assert "From step 3 on, 0: " in tracker.to_html()
+    assert "finding" in repr(tracker)
+    tracker.undo_()

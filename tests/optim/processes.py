@@ -73,9 +73,33 @@ def shard(model: nn.Module) -> nn.Module:
     return model
 
 
+def clipped(wrap: Callable[[nn.Module], nn.Module], samples: slice, scale: float) -> list[Tensor]:
+    """Three steps of a clipped attention on a part of the batch; its weights, and the largest logits of the last."""
+    torch.manual_seed(0)
+    model = wrap(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clip = gonio.clip_qk_(model, optimizer, limit=0.3)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.arange(1, 4 * WORLD + 1)[:, None, None] / 4 * seeded(4 * WORLD, 5, 8, seed=step)  # of unequal sizes
+        (model(x[samples]).square().sum() * scale).backward()
+        optimizer.step()
+    return [*(p.detach().clone() for p in model.parameters()), *clip.largest().values()]
+
+
+def refused() -> str:
+    """What a clip says that does not see the other processes."""
+    try:
+        clipped(lambda model: model, slice(None), 1)
+    except gonio.GonioError as error:
+        return str(error)
+    return ""
+
+
 def everything() -> dict[str, Any]:
     mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"clip": attempt(lambda: clipped(DistributedDataParallel, mine, 1))}
+    found["clip of one process"] = refused()
     for name, case in CASES.items():
         found[f"DDP {name}"] = attempt(lambda case=case: train(DistributedDataParallel(network()), case, mine, 1))
         found[f"FSDP2 {name}"] = attempt(lambda case=case: train(shard(network()), case, mine, 1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreign import SHARDING_ON_A_CPU
-from optim.processes import CASES, alone, everything
+from optim.processes import CASES, alone, clipped, everything
 from ranks import spawned
 
 
@@ -37,6 +37,24 @@ def test_several_processes_equal_one(ranks: list[dict[str, Any]], name: str, kin
         assert row.keys() - {"effective_rate"} == plain.keys() - {"effective_rate"}  # a sharded model is not traced
         for figure in figures | (row.keys() & {"predicted_rotation"}):
             assert row[figure] == pytest.approx(plain[figure], rel=0.05 if name == "Muon" else 2e-3), figure
+
+
+def test_a_clip_acts_on_the_largest_logit_of_all_processes(ranks: list[dict[str, Any]]) -> None:
+    results = [each["clip"] for each in ranks]
+    assert not any(isinstance(result, str) for result in results), results[0]
+    expected = clipped(lambda model: model, slice(None), 1 / len(ranks))
+    assert float(expected[-1].max()) > 0.3  # the clip acts
+    for result in results:
+        assert all(map(torch.equal, result, results[0])), "the processes have the same weights"
+        for a, b in zip(result, expected, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_clip_that_does_not_see_the_other_processes_is_refused(ranks: list[dict[str, Any]]) -> None:
+    why = (
+        "clip_qk_: cannot clip logits of the model: several processes train, and the logits of the others are not known"
+    )
+    assert all(each["clip of one process"].startswith(why) for each in ranks)
 
 
 def test_a_difference_is_found() -> None:

@@ -158,6 +158,30 @@ def test_packed_projections_of_torchs_attention() -> None:
     assert found.matrices == {"attn.in_proj_weight": "6 matrices 4×8", "attn.out_proj.weight": "matrix 8×8"}
 
 
+ANATOMY = ["Llama", "GPT-2", "Falcon", "Phi-3", "BLOOM", "test_vit3", "vit_tiny_patch16_224"]
+
+
+@pytest.mark.parametrize("name", [ANATOMY[0], *(pytest.param(n, marks=pytest.mark.slow) for n in ANATOMY[1:])])
+def test_blocks_of_the_anatomy_are_those_that_types_state(name: str) -> None:
+    from bank.live import timm_models, transformers_models
+
+    case = next(case for case in (*transformers_models.CASES, *timm_models.CASES) if case.name == name)
+    model, example = case.make()
+    found = gonio.surgery.anatomy(model, example=example)
+    assert gonio.param_groups(model, matrices=True, heads=found) == gonio.param_groups(model, matrices=True)
+
+
+def test_the_anatomy_cuts_what_no_type_states() -> None:
+    def attend(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = m.both(x).unflatten(-1, (2, 12)).transpose(1, 2).split((4, 4, 4), -1)
+        return m.head(m.out((torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)))
+
+    model = Net(attend, both=nn.Linear(8, 24), out=nn.Linear(8, 8), head=nn.Linear(8, 3))
+    found = gonio.surgery.anatomy(model, example=torch.randn(2, 5, 8))
+    assert gonio.param_groups(model, matrices=True).matrices["both.weight"] == "matrix 24×8"
+    assert gonio.param_groups(model, matrices=True, heads=found).matrices["both.weight"] == "6 matrices 4×8"
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [

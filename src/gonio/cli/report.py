@@ -30,15 +30,31 @@ def report(
     """Show the verdicts of a study, or write them as a page, JSON, CSV, markdown or LaTeX.
 
     A study that is still running is reported with its results so far. Several studies of different tasks give the
-    effects of their common recipes over all tasks.
+    effects of their common recipes over all tasks. The study of a claim, or the folder of gonio reproduce, gives the
+    verdicts of its claims.
     """
     from gonio.lab import Study, across, showing
+    from gonio.lab.claims import claims_in
+    from gonio.lab.showing.claims import (
+        claims_csv,
+        claims_html,
+        claims_json,
+        claims_latex,
+        claims_markdown,
+        claims_text,
+    )
     from gonio.lab.showing.exports import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
     check_folders(targets)
     for study in studies:
         _check_folder(study)
+    if len(studies) == 1 and (claims := claims_in(studies[0])) is not None:
+        writers = {"html": claims_html, "json": claims_json, "csv": claims_csv, "md": claims_markdown,
+                   "tex": claims_latex}  # fmt: skip
+        if not save_formats(targets, {name: partial(make, claims) for name, make in writers.items()}):
+            show(claims_text(claims))
+        return
     opened = [Study.open(study) for study in studies]
     found = [study.results() for study in opened]
     if len(found) == 1:

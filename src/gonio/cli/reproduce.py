@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,9 @@ _START = 0.3  # seconds to start a run's process
 
 _Names = Annotated[
     list[str] | None,
-    typer.Argument(help="Claims of the catalogue, or claim files; default: all quick ones.", metavar="CLAIM"),
+    typer.Argument(
+        help="Claims of the catalogue, claim files, or PACKAGE:CLAIM; default: all quick ones.", metavar="CLAIM"
+    ),
 ]
 _List = Annotated[bool, typer.Option("--list", help="List the claims, and stop.")]
 _Full = Annotated[bool, typer.Option("--full", help="The full experiments: minutes to hours.")]
@@ -70,11 +73,11 @@ def reproduce(
     Without arguments: every quick claim, on handwritten digits. Each claim is a study in a folder of its own; rerun
     the same command to resume.
     """
-    from gonio.lab.claims import ClaimOptions, load_claims
+    from gonio.lab.claims import ClaimOptions, load_claims, shipped_names
 
     claims: Sequence[Claim] = load_claims(names or ())
     if list_claims:
-        _list(claims)
+        _list([*claims, *load_claims(shipped_names())] if shipped_names() and not names else claims)
         return
     claims = [claim for claim in claims if names or full or claim.budget == "quick"]
     chosen = ClaimOptions(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model, data=data)
@@ -131,7 +134,7 @@ def _run(
 ) -> None:
     """Run the studies, show the verdicts and write the page."""
     from gonio.lab import watcher_for
-    from gonio.lab.claims import try_claims
+    from gonio.lab.claims import claims_in, try_claims
     from gonio.lab.showing.claims import claims_json, claims_text, write_claims_html
 
     if not claims:
@@ -139,7 +142,9 @@ def _run(
     with users_code(chosen.task, chosen.model):
         found = try_claims(claims, output, options=chosen, jobs=jobs, watcher=watcher_for(sys.stderr), command=command)
     show(claims_text(found))
-    print_out(f"\npage: {write_claims_html(found, output / 'claims.html')}")
+    # claims of earlier calls stay on the page: no verdict depends on which were tried together
+    every = claims_in(output) or found
+    print_out(f"\npage: {write_claims_html(replace(every, command=command), output / 'claims.html')}")
     if json is not None:
         save(claims_json(found), json, "JSON")
     _check_complete(found)

@@ -10,6 +10,7 @@ from gonio.geometry.angles import (
     sign_hash,
     sign_similarity,
 )
+from gonio.geometry.attention import logit_bound
 from gonio.geometry.certified import nonnegative_norm, operator_norm_bound
 from gonio.geometry.chance import (
     MarchenkoPastur,
@@ -81,6 +82,7 @@ __all__ = [
     "intruder_dimensions",
     "layout_of",
     "least_scale",
+    "logit_bound",
     "marchenko_pastur",
     "match",
     "matrix_view",

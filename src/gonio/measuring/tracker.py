@@ -21,6 +21,7 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
+from gonio.measuring.findings.rules import Finding, findings_of
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
@@ -75,6 +76,8 @@ class Tracker:
     Attributes:
         rows: a dict with `step`, `layer` and the figures, for each measured step and layer. A figure that does not
             apply is absent: a depthwise convolution has no angles.
+        findings: what the rules of :func:`gonio.measure` found in single weights, such as filters that collapse onto
+            one direction, each with the step at which it was first seen; not with `figures="training"`.
 
     Raises:
         InvalidArgumentError: if `every` is not positive, or for an object that is not a logger or not an optimizer of
@@ -133,6 +136,7 @@ class Tracker:
         self._step = self._measured = self._turn = 0
         self._one, self._only_training = copies == "one", figures == "training"
         self.rows: list[dict[str, Any]] = []
+        self.findings: list[tuple[int, Finding]] = []
         self.training = StepFigures(model, also) if optimizers else None
         self._counts = dict.fromkeys(map(id, optimizers), 0)
         self._failed = False
@@ -143,7 +147,8 @@ class Tracker:
             weakref.finalize(self, self._ends[-1]).atexit = False
 
     def __repr__(self) -> str:
-        return f"<Tracker every {self._every} steps: {len(self.rows)} rows, {len(self._senders)} loggers>"
+        found = f", {len(self.findings)} findings" if self.findings else ""
+        return f"<Tracker every {self._every} steps: {len(self.rows)} rows, {len(self._senders)} loggers{found}>"
 
     def step(self, number: int | None = None) -> None:
         """Count one step of the optimizer, and measure at every `every`-th one.
@@ -164,7 +169,16 @@ class Tracker:
     def measure(self) -> None:
         """Measure now, for example before the first step; without figures of a step."""
         self._measured = self._step
-        self._record(self._step, {entry.path: _figures(measure_tensor(entry)) for entry in self._entries()})
+        self._record(self._step, {entry.path: self._measure(entry) for entry in self._entries()})
+
+    def _measure(self, entry: TensorEntry) -> dict[str, float]:
+        """The figures of one weight; what the rules find in it is kept if it is new."""
+        measured = measure_tensor(entry)
+        if _first():
+            known = {(one.code, one.path) for _, one in self.findings}
+            new = [one for one in findings_of([measured]) if (one.code, one.path) not in known]
+            self.findings += [(self._step, one) for one in new if one.level != "info"]
+        return _figures(measured)
 
     def undo_(self) -> None:
         """Remove the hooks by which steps of the optimizer are measured; rows stay."""
@@ -192,7 +206,8 @@ class Tracker:
         if not any("rotation" in row for row in self.rows):
             do = "Pass optimizer=, and train for a measured step."
             raise InvalidArgumentError("Tracker.to_html() shows steps of an optimizer", "no row of one", do)
-        return training_page(self.rows, self.rotations, whole=whole)
+        found = [f"From step {step} on, {one.path}: {one.found} ({one.code}). {one.do}" for step, one in self.findings]
+        return training_page(self.rows, self.rotations, found, whole=whole)
 
     def _before(self, optimizer: Optimizer) -> None:
         self._counts[id(optimizer)] += 1
@@ -209,7 +224,7 @@ class Tracker:
             return
         found = {}
         for entry, figures in self.training.take(optimizer):
-            found[entry.path] = figures if self._only_training else _figures(measure_tensor(entry)) | figures
+            found[entry.path] = figures if self._only_training else self._measure(entry) | figures
         if found:
             self._record(self._step, found)
 

@@ -13,15 +13,19 @@ from gonio.models.built_in import (
     resnet20,
 )
 from gonio.models.by_name import ModelFactory, resolve
+from gonio.models.generative import byte_gru, digits_gan, digits_vae
 
 __all__ = [
     "BUILT_IN",
     "ByteTransformer",
     "ModelFactory",
+    "byte_gru",
     "byte_transformer",
     "deep_cnn",
     "deep_mlp",
     "digits_cnn",
+    "digits_gan",
+    "digits_vae",
     "plain_cnn9",
     "pointnet",
     "residual_mlp",

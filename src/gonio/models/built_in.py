@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import UnknownNameError
+from gonio.models.generative import byte_gru, digits_gan, digits_vae
 from gonio.nn import SwitchableNorm2d
 
 
@@ -385,10 +386,13 @@ def _named(kind: str, name: str, known: Mapping[str, Callable[..., nn.Module]]) 
 
 
 BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
+    "byte-gru": byte_gru,
     "byte-transformer": byte_transformer,
     "deep-cnn": deep_cnn,
     "deep-mlp": deep_mlp,
     "digits-cnn": digits_cnn,
+    "digits-gan": digits_gan,
+    "digits-vae": digits_vae,
     "plain-cnn9": plain_cnn9,
     "pointnet": pointnet,
     "residual-mlp": residual_mlp,

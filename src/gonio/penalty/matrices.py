@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +18,9 @@ from gonio.penalty.decay import Groups, check_decay, decay_reasons
 from gonio.penalty.output_layers import output_layers
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import WeightRef, view_shape, weights_of
-from gonio.surgery.facts import TABLES, facts_of, why_not_dense
+from gonio.surgery.anatomy import Anatomy
+from gonio.surgery.facts import TABLES, why_not_dense
+from gonio.surgery.stated import EXPERTS, stated_number, stated_rows
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Blocks:
 
     Attributes:
         matrices: equal parts of dim 0: groups of a convolution, gates of an LSTM.
-        transposed: whether filters are on dim 1 of each part.
+        transposed: whether filters are on dim 1 of each part, or on dim 2 of a stacked weight.
         rows: sizes into which the filters of a part are cut, repeated until all are; () for no further cut. The heads
             of queries, keys and values are consecutive rows in every order in which they are packed.
         stacked: whether dim 0 of a weight in three dimensions counts matrices, as for stacked experts.
@@ -59,7 +61,7 @@ class Blocks:
 
     def split(self, weight: Tensor) -> list[Tensor]:
         """The blocks as stacks of matrices (number, rows, columns), one stack for each size in `rows`."""
-        view = weight if self.stacked else matrix_view(weight, self._layout)
+        view = matrix_view(weight, self._layout) if not self.stacked else weight.mT if self.transposed else weight
         if not self.rows:
             return [view]
         return list(view.unflatten(1, (-1, sum(self.rows))).flatten(0, 1).split(self.rows, dim=1))
@@ -67,7 +69,7 @@ class Blocks:
     def join(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """A weight of the shape of `like` from its blocks: the inverse of :meth:`split`."""
         if self.stacked:
-            return parts[0]
+            return parts[0].mT if self.transposed else parts[0]
         filters = like.shape[1] if self.transposed else like.shape[0] // self.matrices
         return unview(torch.cat(list(parts), 1).reshape(self.matrices, filters, -1), like.shape, self._layout)
 
@@ -106,22 +108,23 @@ def matrix_groups(
     weight_decay: float | None = None,
     *,
     penalty: Penalty | None = None,
-    heads: Mapping[str, int] | None = None,
+    heads: Mapping[str, int] | Anatomy | None = None,
 ) -> MatrixGroups:
     """Groups for an optimizer that orthogonalises updates, such as :class:`gonio.optim.Muon`.
 
     First come the weights that are matrices, and the blocks into which each is cut. Convolutions are matrices of
     flattened filters; cut are their groups, the gates of recurrent layers, stacked experts, and queries, keys and
     values that one layer computes, head by head, where the type of the attention is registered
-    (:func:`gonio.surgery.facts.register`); in other types such a layer stays whole. Not matrices are embeddings and
-    what is tied to them, the output layers, which a run of the model on shapes alone finds, depthwise filters, norms
-    and biases.
+    (:func:`gonio.surgery.facts.register`) or its anatomy is given; in other types such a layer stays whole. Not
+    matrices are embeddings and what is tied to them, the output layers, which a run of the model on shapes alone finds,
+    depthwise filters, norms and biases.
 
     Args:
         weight_decay: of the matrices and of what decays among the others; None for the optimizer's default for
             matrices, and 0 for the others.
         penalty: weights under its terms on scale do not decay as well.
-        heads: rows per head of layers (by a glob over paths) whose modules do not have the number.
+        heads: rows per head of layers (by a glob over paths) whose modules do not have the number; or what
+            :func:`gonio.surgery.anatomy` has found, instead of what types state.
 
     Raises:
         InvalidArgumentError: as :func:`decay_groups`, and if `heads` do not divide a weight or match no layer.
@@ -153,7 +156,7 @@ def matrix_groups(
 
 
 def _kinds(
-    model: nn.Module, reasons: Mapping[str, str | None], heads: Mapping[str, int]
+    model: nn.Module, reasons: Mapping[str, str | None], heads: Mapping[str, int] | Anatomy
 ) -> tuple[dict[str, Blocks | str], list[str]]:
     """For each trained parameter by name its blocks, or why it is not a matrix; and what is not known of the model."""
     inner = unwrapped(model)
@@ -164,7 +167,7 @@ def _kinds(
     parents = _parents(everything)
     ends, unknown = output_layers(inner)
     paths = [ref.path for ref in refs.values()]
-    for glob in heads:
+    for glob in heads if isinstance(heads, Mapping) else ():
         if not any(fnmatchcase(path, glob) for path in paths):
             raise InvalidArgumentError("param_groups(heads=) names layers", repr(glob), "Pass globs over their paths.")
     notes = [f"no layer is left out as the output layer: {unknown}"] if unknown else []
@@ -177,7 +180,8 @@ def _kinds(
             tied = ref is not None and not isinstance(ref.module, TABLES)
             found[name] = f"tied to the table {tables[id(parameter)]}" if tied else "a table that is looked up"
         elif ref is None or reasons[name] == "one number per unit":
-            found[name] = _stacked(holders.get(id(parameter)), parameter) or _why_none(name, parameter)
+            stated = _stacked(holders.get(id(parameter)), parameter)
+            found[name] = (_of_anatomy(heads, name, parameter) or stated) or _why_none(name, parameter)
         elif id(ref.module) in ends:
             found[name] = "the output layer"
         else:
@@ -195,18 +199,22 @@ def _why_none(name: str, parameter: Tensor) -> str:
     return "one number per unit" if sum(size > 1 for size in parameter.shape) < 2 else "no weight with filters"
 
 
+def _of_anatomy(heads: Mapping[str, int] | Anatomy, name: str, parameter: Tensor) -> Blocks | None:
+    """A stack of experts that an anatomy has found, with the sides on which it has their inputs."""
+    if not isinstance(heads, Anatomy) or "expert" not in heads.roles.get(name, ()):
+        return None
+    return Blocks(parameter.shape[0], heads.stored_transposed(name), stacked=True)
+
+
 def _stacked(holder: nn.Module | None, parameter: Tensor) -> Blocks | None:
     """A stack of experts: a parameter of three dimensions, of a module or a configuration with so many experts."""
     if holder is None or parameter.ndim != 3 or min(parameter.shape) < 2:
         return None
-    return Blocks(parameter.shape[0], stacked=True) if _number(holder, _EXPERTS) == parameter.shape[0] else None
+    known = stated_number(holder, EXPERTS) == parameter.shape[0]
+    return Blocks(parameter.shape[0], stacked=True) if known else None
 
 
 # --- blocks of one weight -----------------------------------------------------------------------------------------
-
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def _parents(everything: Sequence[Site]) -> dict[int, list[nn.Module]]:
@@ -219,7 +227,7 @@ def _parents(everything: Sequence[Site]) -> dict[int, list[nn.Module]]:
 
 
 def _cut(
-    ref: WeightRef, parameter: Tensor, parents: Mapping[int, Sequence[nn.Module]], heads: Mapping[str, int]
+    ref: WeightRef, parameter: Tensor, parents: Mapping[int, Sequence[nn.Module]], heads: Mapping[str, int] | Anatomy
 ) -> Blocks | str:
     layout = ref.layout
     if (why := why_not_dense(parameter)) is not None:
@@ -229,61 +237,27 @@ def _cut(
         return "depthwise: each filter is a matrix of one row" if matrices > 1 else "a matrix of one row"
     if columns == 1:
         return "a matrix of one column"
-    rows = tuple(_rows_of_heads(ref, filters * layout.blocks, parents, heads))
+    rows = _rows_of_heads(ref, filters * layout.blocks, parents, heads)
     if layout.blocks > 1 and rows:  # packed q, k and v: a head is a part of one of them
         return Blocks(rows=rows)
     return Blocks(layout.matrices, layout.transposed, rows)
 
 
 def _rows_of_heads(
-    ref: WeightRef, filters: int, parents: Mapping[int, Sequence[nn.Module]], heads: Mapping[str, int]
-) -> Iterator[int]:
+    ref: WeightRef, filters: int, parents: Mapping[int, Sequence[nn.Module]], heads: Mapping[str, int] | Anatomy
+) -> tuple[int, ...]:
     """The sizes of consecutive heads in a layer that computes q, k and v at once; none for other layers."""
+    if isinstance(heads, Anatomy):
+        sizes = heads.rows_of_heads(ref.label)
+        return sizes if sizes and filters % sum(sizes) == 0 else ()
     asked = next((rows for glob, rows in heads.items() if fnmatchcase(ref.path, glob)), None)
     if asked is not None:
         if filters % asked:
             found = f"{filters} rows of {ref.label} in heads of {asked}"
             raise InvalidArgumentError("param_groups(heads=) takes rows per head", found, "Pass a divisor.")
-        yield asked
-        return
-    fused = _fused(ref, parents)
-    if fused is None:
-        return
-    owner, parts = fused
-    parts = parts or filters // ref.tensor().shape[0 if ref.layout.transposed else 1]
-    count = _number(owner, _HEADS)
-    if not count or parts not in (2, 3):
-        return
-    key, value = (_number(owner, (name,)) for name in ("key_dim", "val_dim"))
-    sizes = ((key, key, value) if parts == 3 else (key, value)) if key and value else ()
-    if sizes and filters == count * sum(sizes):  # LeViT: a head's query, key and value differ in size
-        yield from sizes
-        return
-    kv = _number(owner, _KV_HEADS) or count
-    total = count + 2 * kv if parts == 3 else 2 * kv
-    if filters % total == 0 and filters // total > 1:
-        yield filters // total
-
-
-def _fused(ref: WeightRef, parents: Mapping[int, Sequence[nn.Module]]) -> tuple[nn.Module, int] | None:
-    """The attention whose queries, keys and values the layer computes at once, and how many of them."""
-    inside = ref.module
-    for owner in (ref.module, *parents[id(ref.module)][:2]):
-        for name, parts in facts_of(owner).fused.items():
-            if name == ref.name if owner is ref.module else owner._modules.get(name) is inside:
-                return owner, parts
-        inside = owner
-    return None
-
-
-def _number(module: nn.Module, names: Sequence[str]) -> int:
-    """The first of these attributes of a module, or of its configuration, that is a positive number; else 0."""
-    config = vars(module).get("config")  # of the object itself: a wrapper may forward attributes
-    for name in names:
-        for value in (vars(module).get(name), getattr(config, name, None)):
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return 0
+        return (asked,)
+    inputs = ref.tensor().shape[0 if ref.layout.transposed else 1]
+    return stated_rows([ref.module, *parents[id(ref.module)]], ref.name, filters, inputs)
 
 
 def described(blocks: Blocks, weight: Tensor) -> str:

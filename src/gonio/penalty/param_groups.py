@@ -13,6 +13,7 @@ from gonio.penalty.decay import ParamGroups, decay_groups
 from gonio.penalty.matrices import MatrixGroups, matrix_groups
 from gonio.penalty.mup_groups import MupGroups, mup_groups
 from gonio.penalty.penalty import Penalty
+from gonio.surgery.anatomy import Anatomy
 
 
 @overload
@@ -31,7 +32,7 @@ def param_groups(
     *,
     penalty: Penalty | None = None,
     matrices: Literal[True],
-    heads: Mapping[str, int] | None = None,
+    heads: Mapping[str, int] | Anatomy | None = None,
 ) -> MatrixGroups: ...
 @overload
 def param_groups(
@@ -50,7 +51,7 @@ def param_groups(
     *,
     penalty: Penalty | None = None,
     matrices: bool = False,
-    heads: Mapping[str, int] | None = None,
+    heads: Mapping[str, int] | Anatomy | None = None,
     mup: bool = False,
     base: nn.Module | None = None,
     lr: float | None = None,

@@ -14,6 +14,7 @@ from gonio.editing.where import (
     select,
     sites,
 )
+from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
 from gonio.surgery.balance import balance_
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.equivalent import Deviation, equivalent, generated_example
@@ -23,17 +24,22 @@ from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
+from gonio.surgery.recording import Part
 from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
 
 __all__ = [
+    "Anatomy",
+    "Attention",
     "Change",
     "Conversion",
     "Deviation",
     "Edit",
     "Edited",
     "Everything",
+    "Mlp",
     "OfType",
+    "Part",
     "Path",
     "Predicate",
     "Regex",
@@ -42,6 +48,7 @@ __all__ = [
     "UndoError",
     "Where",
     "activation_after",
+    "anatomy",
     "as_selector",
     "balance_",
     "calibrate_",

@@ -54,6 +54,9 @@ class Facts:
         mixture: gives the shares of the statistics of a norm that mixes several.
         fused: child layers (or own tensors) that compute several of queries, keys and values at once, and how many; 0
             for as many as the layer has times more outputs than inputs.
+        attends: for a module without weights that computes softmax(QKᵀ/√size)·V by a kernel of its own: gives its
+            queries, keys and values, each (…, tokens, size), of its arguments.
+        returns: brings the result of such a module, (…, tokens, size), into the layout in which it returns it.
         lipschitz: a Lipschitz constant in l2 in evaluation mode, or a function that gives it for the layer and an input
             of the shape for which it holds.
     """
@@ -69,6 +72,8 @@ class Facts:
     joins: Callable[[Any], bool] | None = None
     mixture: Callable[[Any], dict[str, dict[str, float]]] | None = None
     fused: Mapping[str, int] = field(default_factory=dict)
+    attends: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    returns: Callable[[Tensor], Tensor] | None = None
     lipschitz: float | Callable[[Any, Tensor], float] | None = None
 
 

@@ -19,6 +19,7 @@ from gonio.lab.claims import (
     load_claim,
     load_claims,
     plan_claim,
+    shipped_names,
 )
 from gonio.lab.claims import claim as claim_module
 from gonio.lab.claims.claim import read_claim
@@ -155,3 +156,24 @@ def test_every_claim_of_the_catalogue_has_a_chinese_sentence(tmp_path: Path, mon
     monkeypatch.setattr(claim_module, "_CATALOG", tmp_path)
     with pytest.raises(InvalidArgumentError, match=r"must have a Chinese sentence; found no claim_zh\. Add"):
         load_claim(tmp_path / "som-mean.yaml")
+
+
+def test_an_installed_package_ships_claims_that_are_read_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "a_paper"
+    (package / "claims").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('it was imported')", encoding="utf-8")
+    text = (
+        (claim_module._CATALOG / "som-mean.yaml").read_text(encoding="utf-8").replace("name: som-mean", "name: moves")
+    )
+    (package / "claims" / "moves.yaml").write_text(text, encoding="utf-8")
+    info = tmp_path / "a_paper-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-paper\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[gonio.claims]\npaper = a_paper.claims\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert shipped_names() == ("paper:moves",)
+    assert load_claim("paper:moves").name == "moves"
+    with pytest.raises(UnknownNameError, match="Did you mean paper:moves"):
+        load_claim("paper:mobes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_a_claim_file_is_tried_resumed_and_exported(claim: str, tmp_path: Path) 
     assert (tmp_path / "out" / "claims.html").is_file()
     data = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
     assert len(data["claims"][0]["evidence"]["values"]) == 3
-    assert shell("report", str(tmp_path / "out" / "tiny"), "--json", "-").returncode == 0
+    exported = json.loads(shell("report", str(tmp_path / "out" / "tiny"), "--json", "-").stdout)
+    assert exported["claims"] == data["claims"]
 
 
 def test_every_claim_is_listed_and_explained() -> None:
@@ -60,3 +62,50 @@ def test_a_dry_run_trains_nothing_to_the_end(claim: str, tmp_path: Path) -> None
     assert found.returncode == 0
     assert "tiny: 1 arms × 3 seeds" in found.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_exports_of_a_claim_have_its_verdict_and_its_numbers(claim: str, tmp_path: Path) -> None:
+    """The study of one claim and the folder of several; text, CSV, markdown and LaTeX say what the page says."""
+    out = tmp_path / "out"
+    first = invoke("reproduce", claim, "--jobs", "2", "-o", str(out))
+    effect = re.search(r"\+[\d.e-]+ %", first.stdout)
+    assert effect is not None
+    for folder in (out, out / "tiny"):
+        for option in ("--csv", "--md", "--tex", "--json", "--html"):
+            text = invoke("report", str(folder), option, "-").stdout
+            assert "holds" in text, option
+            assert "Every step multiplies the norm" in text, option
+    assert effect[0].split()[0] in invoke("report", str(out), "--md", "-").stdout
+    latex = invoke("report", str(out), "--tex", "-").stdout
+    assert latex.count(r"\caption{") == latex.count(r"\begin{table}") == 1
+    assert "weight-norm &" in latex
+
+
+def test_a_claim_on_a_model_of_ones_own_is_labelled(claim: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    said = invoke("reproduce", claim, "--jobs", "1", "--seeds", "1", "--model", "residual-mlp", "-o", str(out)).stdout
+    assert "model of your own: residual-mlp" in " ".join(said.split())
+    page = (out / "claims.html").read_text(encoding="utf-8")
+    assert "model residual-mlp in place of the claim" in page
+    assert "gonio reproduce tiny --model residual-mlp --seeds 1" in page
+
+
+def test_a_second_call_keeps_the_claims_of_the_first_on_the_page(claim: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(CLAIM.replace("tiny", "second"), encoding="utf-8")
+    for path in (claim, str(other)):
+        assert invoke("reproduce", path, "--jobs", "1", "--seeds", "1", "-o", str(tmp_path / "out")).exit_code == 0
+    page = (tmp_path / "out" / "claims.html").read_text(encoding="utf-8")
+    assert 'id="tiny"' in page
+    assert 'id="second"' in page
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"claim": {"name": 3}, "full": true}', '{"claim": {}, "full": 1}', "[" * 9000]
+)
+def test_a_hostile_claim_beside_a_study_is_one_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "claim.json").write_text(content, encoding="utf-8")
+    found = invoke("report", str(tmp_path))
+    assert found.exit_code == 3
+    assert "its claim.json is not a claim" in " ".join((found.stdout + found.stderr).split())

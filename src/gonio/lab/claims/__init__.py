@@ -12,8 +12,9 @@ from gonio.lab.claims.claim import (
     families,
     load_claim,
     load_claims,
+    shipped_names,
 )
-from gonio.lab.claims.experiment import ClaimOptions, judge_claims, plan_claim, try_claims
+from gonio.lab.claims.experiment import ClaimOptions, claims_in, judge_claims, plan_claim, try_claims
 from gonio.lab.claims.fairness import Runs
 from gonio.lab.claims.result import ClaimResult, ClaimResults, as_data, from_data, tally
 from gonio.lab.judging.statistics import VERDICTS, Evidence, judge
@@ -34,6 +35,7 @@ __all__ = [
     "Runs",
     "as_data",
     "claim_names",
+    "claims_in",
     "families",
     "from_data",
     "judge",
@@ -41,6 +43,7 @@ __all__ = [
     "load_claim",
     "load_claims",
     "plan_claim",
+    "shipped_names",
     "tally",
     "try_claims",
 ]

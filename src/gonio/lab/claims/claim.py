@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -285,7 +287,11 @@ class Claim(BaseModel):
 
 
 def load_claim(source: str | Path) -> Claim:
-    """The claim of the catalogue with this name, or of a YAML file.
+    """The claim of the catalogue with this name, of a YAML file, or of another package.
+
+    Args:
+        source: `NAME`, `file.yaml`, or `PACKAGE:NAME` for a package with the entry point `gonio.claims`, whose value is
+            the package that holds the YAML files. They are read as data; the package is not imported.
 
     Raises:
         UnknownNameError: no claim has this name; gives the closest names.
@@ -299,8 +305,11 @@ def load_claim(source: str | Path) -> Claim:
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         path = _CATALOG / f"{source}.yaml"
-        if str(source) not in claim_names():
-            raise UnknownNameError("claim", str(source), claim_names())
+        shipped = _shipped() if str(source) not in claim_names() else {}
+        if str(source) in shipped:
+            path = shipped[str(source)]
+        elif str(source) not in claim_names():
+            raise UnknownNameError("claim", str(source), [*claim_names(), *shipped])
     claim = read_claim(parse(read(path), origin=path.name).data, origin=path.name)
     if path.parent == _CATALOG and not claim.claim_zh:
         needs = f"{path.name} is a claim of the catalogue and must have a Chinese sentence"
@@ -398,6 +407,28 @@ def families() -> Mapping[str, tuple[str, ...]]:
         True
     """
     return {name: tuple(of) for name, of in parse(read(_FAMILIES), origin=_FAMILIES.name).data.items()}
+
+
+def _shipped() -> dict[str, Path]:
+    """The files of claims that installed packages ship, as `PACKAGE:NAME`."""
+    found: dict[str, Path] = {}
+    for point in entry_points(group="gonio.claims"):
+        top, *inner = point.value.split(".")
+        spec = find_spec(top)  # of a top-level package, which does not import it
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            files = sorted(Path(folder).joinpath(*inner).glob("*.yaml"))
+            found |= {f"{point.name}:{file.stem}": file for file in files}
+    return found
+
+
+def shipped_names() -> tuple[str, ...]:
+    """The claims of installed packages, as `PACKAGE:NAME`.
+
+    Example:
+        >>> gonio.lab.claims.shipped_names()
+        ()
+    """
+    return tuple(_shipped())
 
 
 @cache

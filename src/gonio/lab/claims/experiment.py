@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from gonio.errors import InvalidArgumentError
-from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment
+from gonio.errors import GonioError, InvalidArgumentError, StudyError
+from gonio.escaping import write_text
+from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
 from gonio.lab.claims.fairness import Runs, controlled, trained
 from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
@@ -23,6 +26,7 @@ from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
 from gonio.models.by_name import code_digests
+from gonio.recipes.document import parse, read
 
 # Where the data of a task lie that is no part of the package, unless --data says so.
 _WHERE = {
@@ -34,6 +38,7 @@ _WHERE = {
 # A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
 # would not pass Holm over the catalogue.
 FULL_SEEDS = 12
+CLAIM_FILE, CLAIM_SCHEMA = "claim.json", "gonio.claim/1"  # beside the study of a claim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +108,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         worst=measured.worst,
         code=code_digests(spec, model),
         versions=installed_versions(),
-        command=f"gonio reproduce {claim.name}",
+        command=_command(claim, options),
         tuning=Tuning(trials=setting.tune, repeats=2) if setting.tune else None,
         threat=task.threat if measured.attacked else None,
         measure=measure,
@@ -113,6 +118,16 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         for arm, entry in zip(arms, plan.recipes, strict=True):  # a rule without a layer is an error now
             arm.built_recipe.plan(plan.fresh_model(entry, task.sizes))
     return plan
+
+
+def _command(claim: Claim, options: ClaimOptions) -> str:
+    """The command that repeats the claim, with all that was replaced."""
+    named = {"--task": options.task, "--model": options.model}
+    numbers = {"--seeds": options.seeds, "--first-seed": options.first_seed or None}
+    words = [
+        word for option, value in {**named, **numbers}.items() if value is not None for word in (option, str(value))
+    ]
+    return shlex.join(["gonio", "reproduce", claim.name, *(["--full"] if options.full else []), *words])
 
 
 def _entry(arm: Arm, setting: Experiment, *, own: bool) -> RecipeEntry:
@@ -168,8 +183,54 @@ def try_claims(
     for claim in claims:
         if claim.name in plans:
             watcher.stage(f"{claim.name}: {claim.claim}")
+            _remember(claim, Path(folder) / claim.name, options)
             run(plans[claim.name], Path(folder) / claim.name, jobs=jobs, watcher=watcher)
-    return judge_claims(claims, folder, full=options.full, command=command)
+    found = judge_claims(claims, folder, full=options.full, command=command)
+    return replace(found, results=tuple(replace(one, own=_own(options)) if one.plan else one for one in found.results))
+
+
+def _own(options: ClaimOptions) -> dict[str, str]:
+    """What the user put in place of the claims' own."""
+    return {name: value for name in ("task", "model") if (value := getattr(options, name)) is not None}
+
+
+def _remember(claim: Claim, folder: Path, options: ClaimOptions) -> None:
+    """Write the claim beside its study, so that the folder alone says what it is about."""
+    content = {
+        "schema": CLAIM_SCHEMA,
+        "claim": claim.model_dump(mode="json", exclude_defaults=True),
+        "full": options.full,
+        "own": _own(options),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", folder / CLAIM_FILE)
+
+
+def claims_in(folder: str | Path) -> ClaimResults | None:
+    """The verdicts of a claim's study, or of all studies of claims in a folder; None if it holds no claim.
+
+    Raises:
+        StudyError: what is written there is not a claim.
+
+    Example:
+        >>> gonio.lab.claims.claims_in("no-folder") is None
+        True
+    """
+    root = Path(folder)
+    files = [root / CLAIM_FILE] if (root / CLAIM_FILE).is_file() else sorted(root.glob(f"*/{CLAIM_FILE}"))
+    found = [_recalled(file) for file in files]
+    return ClaimResults(judged(found), installed_versions(), f"gonio report {root}") if found else None
+
+
+def _recalled(file: Path) -> ClaimResult:
+    try:
+        content = parse(read(file), origin=file.name).data
+        claim, full, own = read_claim(content["claim"], origin=file.name), content["full"], content.get("own", {})
+        if not isinstance(full, bool) or not isinstance(own, dict):
+            raise TypeError("full is true or false, and own an object")
+    except (GonioError, TypeError, KeyError) as error:
+        raise StudyError(str(file.parent), f"its {CLAIM_FILE} is not a claim", "Run gonio reproduce again.") from error
+    return replace(_seen(claim, file.parent, full=full), own={str(key): str(value) for key, value in own.items()})
 
 
 def judge_claims(
@@ -191,6 +252,8 @@ def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
         return not_tried(claim, claim.not_tried or "Not run.")
     study, setting = Study.open(path), claim.setting(full=full)
     plan, runs = study.plan, study.runs()
+    if plan.measure is None or plan.measure.name != claim.measure:
+        raise StudyError(str(path), f"it is not a study of the claim {claim.name}", "Name another folder.")
     statuses = [record.status for record in runs]
     return replace(
         not_tried(claim, ""),

@@ -34,7 +34,7 @@ class ClaimResult:
         runs: every score. missing, failed, diverged: numbers of runs.
         seconds: CPU seconds of all runs. planned: how many runs there are.
         histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
-        command: repeats the claim.
+        command: repeats the claim. own: `task` and `model` of the user, where they replaced the claim's.
     """
 
     claim: Claim
@@ -51,6 +51,7 @@ class ClaimResult:
     diverged: int = 0
     histograms: Mapping[str, Sequence[int]] = field(default_factory=dict)
     command: str = ""
+    own: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -182,7 +183,7 @@ def as_data(found: ClaimResults) -> dict[str, Any]:
     claims = []
     for one in found.results:
         content = one.claim.model_dump(mode="json", exclude_defaults=True)
-        claims.append({**asdict(replace(one, claim=None)), "claim": content})  # type: ignore[arg-type]
+        claims.append({"verdict": one.verdict, **asdict(replace(one, claim=None)), "claim": content})  # type: ignore[arg-type]
     return {"command": found.command, "versions": dict(found.versions), "claims": claims}
 
 

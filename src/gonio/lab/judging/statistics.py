@@ -190,6 +190,7 @@ VERDICTS = (
 )  # fmt: skip
 # A recipe is compared with the baseline by the sentence "the recipe is better"; its verdicts have these words.
 WORDS = {"reproduced": "helps", "contradicted": "hurts"}
+_PLURAL = ("degrees", "decades", "octaves", "nats", "bits")  # units of measures; 1 of them has no s
 _FEWEST = 3  # pairs below which nothing is judged
 _MOST_SEEDS = 1000  # that an undecided verdict recommends
 
@@ -398,7 +399,8 @@ def points(value: float, unit: str) -> str:
     """A difference with its unit; the difference of two percentages is in points."""
     if unit == "%":
         return f"{value:.3g} point" + ("" if value == 1 else "s")
-    return f"{value:.3g} {unit}".strip()
+    one = f"{value:.3g}" == "1" and unit in _PLURAL
+    return f"{value:.3g} {unit.removesuffix('s') if one else unit}".strip()
 
 
 def enough(comparisons: int) -> int:

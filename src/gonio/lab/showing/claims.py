@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.escaping import plain, redact, write_text
+from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, write_text
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import points
@@ -22,7 +23,7 @@ from gonio.lab.plan import counted
 from gonio.lab.running.filter_summary import ANGLE_EDGES
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
-from gonio.pages.picture import svg
+from gonio.pages.picture import Picture, svg
 from gonio.pages.pictures import angles, colors, over_levels, pairs
 from gonio.pages.tables import TextTable, unit_of_difference
 
@@ -51,6 +52,7 @@ def claims_html(found: ClaimResults) -> str:
             "effect": effect_text(one),
             "tested": contrast_text(one.contrast),
             "picture": claim_picture(one),
+            "task_picture": task_picture(one),
             "arms": arm_table(one),
             "cost": cost_text(one),
             "claimed": claimed_text(one.claim),
@@ -69,6 +71,50 @@ def write_claims_html(found: ClaimResults, path: str | os.PathLike[str]) -> Path
 def claims_json(found: ClaimResults) -> str:
     """Every claim with its verdict, statistics and the score of each run, as JSON."""
     return json.dumps(as_data(found), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+_COLUMNS = (
+    "claim", "scope", "verdict", "effect", "low", "high", "unit", "p", "p_holm", "seeds", "sesoi", "direction", "noise",
+    "task", "model", "own", "reason", "sentence", "command",
+)  # fmt: skip
+
+
+def claims_csv(found: ClaimResults) -> str:
+    """One line per claim; no cell runs as a formula in a spreadsheet."""
+    rows = [
+        [
+            one.claim.name, one.claim.scope, one.verdict, e.mean, e.low, e.high, one.unit, e.p, e.p_holm, e.n, e.sesoi,
+            e.direction, e.noise, one.task, one.model, " ".join(one.own), e.reason, one.claim.claim, one.command,
+        ]
+        for one in found.results
+        for e in (one.evidence,)
+    ]  # fmt: skip
+    return csv_table(_COLUMNS, rows)
+
+
+def claims_markdown(found: ClaimResults) -> str:
+    """The verdicts with their reasons, and the scores of the arms of each claim."""
+    lines = [f"**{markdown_cell(found.headline)}**", "", *claims_table(found).markdown()[2:]]
+    for one in found.tried:
+        lines += ["", f"**{one.claim.name}**: {markdown_cell(one.claim.claim)}", "", markdown_cell(_sentence(one)), ""]
+        lines += arm_table(one).markdown()[2:]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def claims_latex(found: ClaimResults) -> str:
+    r"""The verdicts, and the scores of the arms of each claim with a caption, as LaTeX with booktabs."""
+    lines = claims_table(found).latex()
+    for one in found.tried:
+        caption = f"{one.claim.name}: {one.claim.claim} Verdict: {_sentence(one)}"
+        table = "\n".join(line for line in arm_table(one).latex() if not line.startswith("%"))
+        lines += ["", r"\begin{table}", r"\centering", table, rf"\caption{{{tex_cell(caption)}}}", r"\end{table}"]
+    return "\n".join([*lines, f"% {tex_cell(found.headline)}"]) + "\n"
+
+
+def _sentence(one: ClaimResult) -> str:
+    """Verdict and reason, as every output has them."""
+    own = "".join(f"; {name} of your own: {value}" for name, value in one.own.items())
+    return f"{one.verdict} ({one.claim.scope}{own}): {effect_text(one)}. {one.evidence.reason}".replace(": . ", ". ")
 
 
 def claims_table(found: ClaimResults) -> TextTable:
@@ -107,7 +153,7 @@ def _lines(found: ClaimResults) -> Iterator[RenderableType]:
     yield Text("")
     for one in found.results:
         yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(one.claim.claim)}")
-        yield Text(f"  {_MARKS[one.evidence.verdict][0]} {one.verdict}. {plain(one.evidence.reason)}")
+        yield Text(f"  {_MARKS[one.evidence.verdict][0]} {plain(_sentence(one))}")
 
 
 def effect_text(found: ClaimResult) -> str:
@@ -147,14 +193,21 @@ def claimed_text(claim: Claim) -> str:
 
 
 def arm_table(found: ClaimResult) -> TextTable:
-    """Mean and range of each arm's scores."""
-    rows = tuple(
-        (arm, f"{found.mean(arm):.4g}", f"{min(values.values()):.4g} to {max(values.values()):.4g}")
+    """Mean and range of each arm's scores, and the task's score beside another quantity; judged arms are marked."""
+    aside = {} if found.runs.reached == found.scores else found.runs.reached
+    rows = [
+        (
+            f"{arm} (judged)" if arm in found.contrast and len(found.scores) > 2 else arm,
+            f"{found.mean(arm):.4g}",
+            *((f"{statistics.fmean(aside[arm].values()):.4g}" if aside.get(arm) else "–",) if aside else ()),
+            f"{min(values.values()):.4g} to {max(values.values()):.4g}",
+        )
         for arm, values in found.scores.items()
         if values
-    )
+    ]
     mean = f"mean, {found.unit}" if found.unit else "mean"
-    return TextTable("Scores", ("arm", mean, f"range of {counted(found.evidence.n, 'seed')}"), rows)
+    task = (f"task score, {found.runs.reached_unit}".removesuffix(", "),) if aside else ()
+    return TextTable("Scores", ("arm", mean, *task, f"range of {counted(found.evidence.n, 'seed')}"), tuple(rows))
 
 
 def cost_text(found: ClaimResult) -> str:
@@ -202,9 +255,12 @@ def claim_picture(found: ClaimResult) -> Any:
     label = f"{found.claim.measure.replace('_', ' ')}{f', {found.unit}' if found.unit else ''}"
     title = f"{label}: mean over the seeds of {means}"
     if found.claim.picture == "angles":
-        hues = colors(found.histograms)
-        densities = {arm: (hues[arm], _density(counts)) for arm, counts in found.histograms.items()}
+        shown = {arm: counts for arm, counts in found.histograms.items() if arm in found.contrast}
+        hues = colors(shown)
+        densities = {arm: (hues[arm], _density(counts)) for arm, counts in shown.items()}
         picture = angles(ANGLE_EDGES, densities, title=title)
+    elif found.setting is not None and found.setting.dosed:
+        picture = _over_doses(found, found.scores, label)
     elif found.claim.picture == "levels":
         series: dict[str, list[tuple[float, Sequence[float]]]] = {}
         for arm in found.setting.arms if found.setting else ():
@@ -214,6 +270,27 @@ def claim_picture(found: ClaimResult) -> Any:
     else:
         picture = pairs(scores, label=label, title=title)
     return svg(picture, width=420, legend=True)
+
+
+def task_picture(found: ClaimResult) -> Any:
+    """The task's score over the doses of a claim on another quantity; empty for other claims."""
+    if found.setting is None or not found.setting.dosed or not found.runs.reached or not found.scores:
+        return ""
+    label = f"task score, {found.runs.reached_unit}".removesuffix(", ")
+    return svg(_over_doses(found, found.runs.reached, label), width=420, legend=True)
+
+
+def _over_doses(found: ClaimResult, scores: Mapping[str, Mapping[int, float]], label: str) -> Picture:
+    """A curve for each arm with doses, and a line at the score of each other arm."""
+    arms = found.setting.arms if found.setting else ()
+    curves: dict[str, list[tuple[float, Sequence[float]]]] = {}
+    doses = sorted(arm.level or 0.0 for arm in arms if arm.of)
+    for arm in (arm for arm in arms if scores.get(arm.name)):
+        values = [*scores[arm.name].values()]
+        places = [arm.level or 0.0] if arm.of else [doses[0], doses[-1]]
+        curves.setdefault(arm.side, []).extend((place, values) for place in places)
+    title = f"{label} over the dose of {', '.join(side for side in curves)}"
+    return over_levels(curves, axis=found.claim.axis or "dose", label=label, title=title)
 
 
 def _density(counts: Sequence[int]) -> list[float]:

@@ -41,8 +41,8 @@ BUILT_IN: dict[str, Callable[[], Task]] = {}
 
 
 def built_in(factory: Callable[[], Task]) -> Callable[[], Task]:
-    """Register a factory under its own name."""
-    BUILT_IN[factory.__name__.rstrip("_")] = factory
+    """Register a factory under its own name, with hyphens."""
+    BUILT_IN[factory.__name__.rstrip("_").replace("_", "-")] = factory
     return factory
 
 

@@ -41,8 +41,10 @@ MORE: tuple[More, ...] = (
 )
 
 
-def training_page(rows: Sequence[Mapping[str, Any]], layers: Sequence[LayerRotation], *, whole: bool) -> str:
-    """The page as HTML: advice, and a table of layers in the order of the model.
+def training_page(
+    rows: Sequence[Mapping[str, Any]], layers: Sequence[LayerRotation], found: Sequence[str] = (), *, whole: bool
+) -> str:
+    """The page as HTML: what was found in weights, advice, and a table of layers in the order of the model.
 
     Curves share one logarithmic scale over all layers, so that layers can be compared.
     """
@@ -57,6 +59,7 @@ def training_page(rows: Sequence[Mapping[str, Any]], layers: Sequence[LayerRotat
         columns=COLUMNS,
         more=MORE,
         map=layer_map(shown, (), _lanes(layers)),
+        found=found,
         advice=advice(layers, rows),
         first=min(steps, default=0),
         last=max(steps, default=0),

@@ -103,6 +103,18 @@ def bits_per_byte(run: FinishedRun) -> float:
     return score_of(run)
 
 
+@measure("squared distance", better="min", kind="task")
+def frechet_distance(run: FinishedRun) -> float:
+    """Fréchet distance of generated to real images of the test split, at the epoch with the best validation score."""
+    return score_of(run)
+
+
+@measure("nats", better="min", kind="task")
+def negative_elbo(run: FinishedRun) -> float:
+    """Negative evidence lower bound per image of the test split, at the epoch with the best validation score."""
+    return score_of(run)
+
+
 @measure("%")
 def overfit(run: FinishedRun) -> float:
     """Points by which the accuracy on the training split exceeds that on the test split."""

@@ -1,0 +1,445 @@
+"""`clip_qk_`: no attention logit grows beyond a limit while a model trains (QK-Clip)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.steps import check_optimizer, parameter_ids, real_optimizers, watch
+from gonio.editing.where import Site, Where, as_selector, sites
+from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.optim.holding import step_of_hold
+from gonio.surgery.anatomy import Attention, anatomy
+from gonio.surgery.products import Product, Products
+from gonio.surgery.recording import Part
+
+_MASKED = -1e4  # added to a logit by a mask, or less
+_ENTRIES = 2**24  # of the logits that are computed at once
+_UNSEEN = 3  # steps without an observed logit, after which a clip says that it has no effect
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Clipped(Edited):
+    """The heads whose logits :func:`clip_qk_` limits. `str()` is a table; `undo_()` ends it, trained weights stay.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> clip = gonio.clip_qk_(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+        >>> clip, clip.factors()
+        (<Clipped by clip_qk_: 1 module>, {})
+    """
+
+    _clip: _Clip = field(repr=False)
+
+    def largest(self) -> dict[str, Tensor]:
+        """By the path of the attention, for each head the largest logit before the last step.
+
+        For a block in which no logit can exceed the limit, because ‖q‖·‖k‖ is below it, the values are these bounds.
+        """
+        return {block.path: values.clone() for block, values in self._clip.last}
+
+    def factors(self) -> dict[str, Tensor]:
+        """By the path of the attention, what the last step multiplied each head's logits by; 1 for most."""
+        return {block.path: _factors(values, self._clip.limit) for block, values in self._clip.last}
+
+
+def clip_qk_(
+    model: nn.Module, optimizer: Optimizer, *, limit: float = 100.0, where: Where = None, example: Any = None
+) -> Clipped:
+    r"""Scale queries and keys of a head down after each step before which one of its logits exceeded a limit.
+
+    With S_h the largest logit :math:`⟨q, k⟩/√d` of head h in the training forwards since the last step, over all pairs
+    that the mask allows, and :math:`γ_h = τ/S_h`:
+
+    .. math::
+        S_h > τ:\quad W_{q,h} ← \sqrt{γ_h}\,W_{q,h},\quad W_{k,h} ← \sqrt{γ_h}\,W_{k,h}
+
+    with their biases. Where heads share keys, or a part of them, only the head's query is scaled, by γ_h, so that the
+    function of the other heads stays. Heads below the limit are not changed. Logits are read where they are computed:
+    they are those of the softmax, or products of the queries and keys of a fused kernel, which are computed only if
+    max ‖q‖ · max ‖k‖ exceeds the limit. The optimizer's state stays as it is.
+
+    Args:
+        model: :func:`gonio.surgery.anatomy` must know its attention. Of several processes, pass the
+            DistributedDataParallel: all of them use the largest logit of all.
+        optimizer: of the weights of queries and keys.
+        limit: the limit τ.
+        where: which modules that multiply queries and keys; None for all that can be clipped.
+        example: an input, as :func:`gonio.surgery.anatomy` takes it.
+
+    Returns: :class:`Clipped`, whose `undo_()` ends the clip.
+
+    Raises:
+        NoMatchError: if `where` selects no attention that can be clipped, with the reasons: queries behind a norm,
+            which have no scale; logits with a cap or with a bias of positions; weights that are held or are not in the
+            optimizer; a module of several products.
+        NotApplicableError: if `where` selects one that cannot be clipped; for sharded parameters; in one of the first
+            steps, if no logit was observed, and if several processes train a model that is not the one replicated.
+        AlreadyAppliedError: if a selected attention is clipped already.
+        InvalidArgumentError: for a limit that is not positive, and as :func:`gonio.surgery.anatomy` and
+            :func:`gonio.hold_`.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        >>> clip = gonio.clip_qk_(model, optimizer, limit=1e-3)
+        >>> print(clip)
+        clip_qk_: 1 module
+          self_attn  logits of 2 heads of 4 limited to 0.001
+        >>> model(torch.randn(3, 5, 8)).square().sum().backward()
+        >>> optimizer.step()
+        >>> bool((clip.factors()["self_attn"] < 1).all())
+        True
+        >>> clip.undo_()
+
+    Source: Kimi Team, "Kimi K2", arXiv 2507.20534, §2.1 and algorithm 1 (MuonClip).
+    Differs: for grouped and multi-query attention the query alone is scaled; a rotary part of a key that all heads
+        share stays, as there, and the whole query of the head is scaled by γ_h.
+    """
+    if not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf):
+        raise InvalidArgumentError("clip_qk_(limit=) is a positive number", repr(limit), "Pass e.g. 100.")
+    refuse_shards(model, "clip_qk_")
+    check_optimizer(optimizer, model)
+    real = real_optimizers(optimizer, verb="clip_qk_")
+    chosen, left = _chosen(model, parameter_ids(optimizer), where, example)
+    with Edit(model, "clip_qk_") as edit:
+        edit.acts_on = list(real)
+        clip = _Clip(model, [block for _, block in chosen], float(limit))
+        edit.on_undo(clip.end_)
+        clip.begin_(optimizer, [site.module for site, _ in chosen])
+        for _, block in chosen:
+            heads = f"{block.heads} head{'s' * (block.heads != 1)} of {block.head_size}"
+            edit.changed(block.path, f"logits of {heads} limited to {limit:g}")
+        edit.note_stays(left)
+    edited = edit.done()
+    return Clipped(edited.verb, edited.changes, edited.notes, edited._undo, clip)
+
+
+# --- which blocks -----------------------------------------------------------------------------------------------------
+
+
+def _chosen(
+    model: nn.Module, trained: set[int], where: Where, example: Any
+) -> tuple[list[tuple[Site, Attention]], dict[str, str]]:
+    selector, found = as_selector(where), anatomy(model, example=example)
+    at = {site.path: site for site in sites(model)}
+    parameters = dict(unwrapped(model).named_parameters())
+    reasons = dict(found.unknown)
+    used = Counter(part.tensor for block in found.attention for part in {p for head in block.query for p in head})
+    for block in found.attention:
+        why = _why_not(block, parameters, trained)
+        if why is None and any(used[part.tensor] > block.heads for head in block.query for part in head):
+            why = "another attention has the same weights"
+        if why is not None:
+            reasons[block.path] = why
+    able = [block for block in found.attention if block.path not in reasons]
+    left = {path: why for path, why in reasons.items() if at[path].matches(selector)}
+    chosen = [(at[block.path], block) for block in able if at[block.path].matches(selector)]
+    if not chosen:
+        refused = [f"{path or 'the model'} ({why})" for path, why in left.items()]
+        raise NoMatchError("clip_qk_", str(selector), [block.path for block in able], refused=refused)
+    for path, why in left.items() if where is not None else ():
+        kind = at[path].kind
+        raise NotApplicableError("clip_qk_", path, why, "Exclude it in `where`.", action="clip logits of", kind=kind)
+    for site, block in chosen:
+        if any(isinstance(hook, _Observe) and hook.acts for hook in site.module._forward_pre_hooks.values()):
+            raise AlreadyAppliedError("clip_qk_", block.path, "a clip of its logits")
+    return chosen, left
+
+
+def _why_not(block: Attention, parameters: Mapping[str, nn.Parameter], trained: set[int]) -> str | None:
+    """Why the logits of a block cannot be clipped; None if they can."""
+    if block.normed:
+        return "a norm follows its queries or keys, so that their scale has no effect"
+    if not block.scales[0]:
+        return "its logits are not proportional to its queries, as with a cap or a bias of positions"
+    if not block.alone:
+        return "it multiplies several queries and keys"
+    if any(head != index % block.heads for index, head in enumerate(block.places[1])):
+        return "its heads and its batch are one dimension in which the heads come first"
+    if block.kernel:
+        return "a registered kernel computes its logits, which cannot be read"
+    parts = [part for head in (*block.query, *(block.key if _scales_keys(block) else ())) for part in head]
+    for name in dict.fromkeys(name for part in parts for name in (part.tensor, part.bias) if name):
+        if id(parameters[name]) not in trained:
+            return f"{name} is not in the optimizer"
+        if step_of_hold(parameters[name]) is not None:
+            return f"{name} is held by hold_"
+    return None
+
+
+def _scales_keys(block: Attention) -> bool:
+    """Whether each head has keys of its own."""
+    return block.scales[1] and block.kv_heads == block.heads and not block.shared_key
+
+
+# --- around a step ----------------------------------------------------------------------------------------------------
+
+
+class _Clip:
+    """What happens after the steps of an optimizer."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Attention], limit: float) -> None:
+        self.blocks, self.limit = tuple(blocks), limit
+        self.last: list[tuple[Attention, Tensor]] = []
+        self._model = model
+        self._observed: list[_Observe] = []
+        self._ends: list[Any] = []
+        self._steps, self._seen = 0, False
+
+    def begin_(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Observe the forwards of these modules, and the optimizer's steps."""
+        for block, module in zip(self.blocks, modules, strict=True):
+            observe = _Observe(block, self.limit, weakref.ref(optimizer))
+            self._observed.append(observe)
+            self._ends.append(module.register_forward_pre_hook(observe).remove)
+            self._ends.append(module.register_forward_hook(_Leave(observe), always_call=True).remove)
+        self._ends.append(watch(optimizer, after=self._after, verb="clip_qk_"))
+
+    def end_(self) -> None:
+        """End it; can run again."""
+        for end in self._ends:
+            end()
+        self._ends.clear()
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer) -> None:
+        seen = [(each.block, each.taken()) for each in self._observed]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if not is_replicated(self._model):
+                why = "several processes train, and the logits of the others are not known"
+                do = "Call clip_qk_ on the DistributedDataParallel that is around the model."
+                raise NotApplicableError("clip_qk_", "", why, do, action="clip logits of")
+            seen = [(block, _of_all(values, block, self._device())) for block, values in seen]
+        self.last = [(block, values) for block, values in seen if values is not None]
+        self._check_observed()
+        if not self.last or not bool((torch.cat([values for _, values in self.last]) > self.limit).any()):
+            return
+        parameters = dict(unwrapped(self._model).named_parameters())
+        for block, values in self.last:
+            factors = _factors(values, self.limit)
+            for head in (factors != 1).nonzero().flatten().tolist():
+                factor = float(factors[head])
+                if _scales_keys(block):
+                    factor = math.sqrt(factor)
+                    _scale_(parameters, block.key[block.groups[head]], factor)
+                _scale_(parameters, block.query[head], factor)
+
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def _check_observed(self) -> None:
+        """Nothing was observed in the first steps: a clip without effect is said to be one."""
+        self._steps, self._seen = self._steps + 1, self._seen or bool(self.last)
+        if self._steps >= _UNSEEN and not self._seen:
+            why = f"no logit was observed in the first {_UNSEEN} steps"
+            do = "Train by calls of its attention modules in training mode, which must not be compiled."
+            raise NotApplicableError("clip_qk_", "", why, do, action="clip logits of")
+
+
+def _of_all(values: Tensor | None, block: Attention, device: torch.device) -> Tensor | None:
+    """The largest of all processes; each of them takes part for every block."""
+    values = torch.full((block.heads,), -math.inf, device=device) if values is None else values
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values if bool((values > -math.inf).any()) else None
+
+
+def _factors(values: Tensor, limit: float) -> Tensor:
+    """τ/S where S is above the limit and finite, else 1."""
+    return torch.where((values > limit) & values.isfinite(), limit / values, torch.ones_like(values))
+
+
+def _scale_(parameters: Mapping[str, nn.Parameter], parts: Sequence[Part], factor: float) -> None:
+    for part in parts:
+        for start, stop in part.rows:
+            parameters[part.tensor].narrow(part.dim, start, stop - start).mul_(factor)
+            if part.bias:
+                parameters[part.bias].narrow(0, start, stop - start).mul_(factor)
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+class _Observe:
+    """A hook before the forward of an attention module, in training; :class:`_Leave` is the one after it."""
+
+    def __init__(self, block: Attention, limit: float, optimizer: weakref.ref[Optimizer] | None = None) -> None:
+        self.block, self.limit, self._optimizer = block, limit, optimizer
+        self.largest: Tensor | None = None
+        self._running: list[_Logits | None] = []
+
+    @property
+    def acts(self) -> bool:
+        """Whether its optimizer is there; without one, as in a copy of the model, nothing is observed."""
+        return self._optimizer is not None and self._optimizer() is not None
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        mode = _Logits(self) if module.training and self.acts else None
+        self._running.append(mode)
+        if mode is not None:
+            mode.__enter__()
+
+    def leave(self) -> None:
+        """The forward is over."""
+        mode = self._running.pop() if self._running else None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def add(self, values: Tensor) -> None:
+        """The largest logits by index, in the order of the leading dimensions."""
+        order = torch.tensor(self.block.places[1] or (0,), device=values.device)
+        if len(values) != len(order):  # batch and heads are one dimension, in the order of the example's
+            if len(order) == self.block.heads:
+                why = (
+                    "batch and heads are one dimension, and the example has one sample, which does not show their order"
+                )
+                do = "Pass an example of two samples to clip_qk_."
+                raise NotApplicableError("clip_qk_", self.block.path, why, do, action="clip logits of")
+            order = torch.arange(len(values), device=values.device) % self.block.heads
+        heads = torch.full((self.block.heads,), -math.inf, device=values.device)
+        heads.scatter_reduce_(0, order, values.float(), "amax")
+        self.largest = heads if self.largest is None else torch.maximum(self.largest, heads)
+
+    def taken(self) -> Tensor | None:
+        """What was observed since the last step."""
+        found, self.largest = self.largest, None
+        return found
+
+    def __deepcopy__(self, memo: Any) -> _Observe:
+        return _Observe(self.block, self.limit)
+
+    def __reduce__(self) -> Any:
+        return _Observe, (self.block, self.limit)
+
+
+@dataclass(frozen=True, eq=False)
+class _Leave:
+    observe: _Observe
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.observe.leave()
+
+
+class _Logits(Products):
+    """Reads the logits of the functions that an attention module calls."""
+
+    def __init__(self, observe: _Observe) -> None:
+        super().__init__()
+        self._observe = observe
+
+    def found(self, product: Product, args: Any, kwargs: Any) -> None:
+        """The softmax has logits, a fused kernel has queries and keys."""
+        with torch.no_grad():
+            if product.logits is not None:
+                self._observe.add(_by_index(product.logits.detach().amax((-2, -1)), self._observe.block))
+                return
+            given = [*args[3:], *[None] * (7 - len(args))]
+            mask = kwargs.get("attn_mask", given[0])
+            causal, scale = kwargs.get("is_causal", given[2]), kwargs.get("scale", given[3])
+            self._multiplied(product.query, product.key, mask, bool(causal), scale)
+
+    def packed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch's attention: its queries and keys are those of the kernel that it calls."""
+        with _Operands() as operands:
+            out = func(*args, **kwargs)
+        if operands.found is not None:
+            given = inspect.signature(func).bind(*args, **kwargs)
+            given.apply_defaults()
+            heads, (query, key, scale) = given.arguments["num_heads"], operands.found
+            query, key = (t.reshape(-1, heads, *t.shape[-2:]) for t in (query, key))
+            with torch.no_grad():
+                mask = _merged(given.arguments["attn_mask"], given.arguments["key_padding_mask"], heads)
+                self._multiplied(query, key, mask, False, scale)
+        return out
+
+    def _multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> None:
+        block, limit = self._observe.block, self._observe.limit
+        query, key = query.detach(), key.detach()
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        norms = [t.float().norm(dim=-1).amax(-1) for t in (query, _repeated(key, query))]
+        bound = _by_index(scale * norms[0] * norms[1], block)
+        if bool((bound > limit).any()):
+            bound = _by_index(_largest(query, _repeated(key, query), mask, causal, scale), block)
+        self._observe.add(bound)
+
+
+def _repeated(key: Tensor, query: Tensor) -> Tensor:
+    """The keys of fewer heads, once for each head of the queries."""
+    for dim in range(query.ndim - 2):
+        if key.shape[dim] not in (1, query.shape[dim]):
+            key = key.repeat_interleave(query.shape[dim] // key.shape[dim], dim)
+    return key
+
+
+def _by_index(values: Tensor, block: Attention) -> Tensor:
+    """The largest value for each index along the dimensions that count heads; the last two are reduced already."""
+    if not block.places[0]:
+        return values.amax().reshape(1)
+    dims = [dim + 2 for dim in block.places[0]]
+    last = values.movedim(dims, list(range(-len(dims), 0))).flatten(values.ndim - len(dims))
+    return last.reshape(-1, last.shape[-1]).amax(0)
+
+
+def _largest(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """The largest logit of the allowed pairs by leading index; some queries at once."""
+    length, keys = query.shape[-2], key.shape[-2]
+    rows = max(1, _ENTRIES // max(1, query[..., 0, 0].numel() * keys))
+    found = []
+    for start in range(0, length, rows):
+        logits = (query[..., start : start + rows, :].float() @ key.float().mT) * scale
+        if causal:
+            later = (
+                torch.arange(keys, device=query.device) > torch.arange(start, length, device=query.device)[:rows, None]
+            )
+            logits = logits.masked_fill(later, -math.inf)
+        if mask is not None:
+            part = mask[..., start : start + rows, :] if mask.shape[-2] == length else mask
+            logits = logits.masked_fill(~part if part.dtype == torch.bool else part <= _MASKED, -math.inf)
+        found.append(logits.amax((-2, -1)))
+    return torch.stack(found).amax(0)
+
+
+def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
+    """The pairs that torch's attention allows, where it gives masks with True, or −∞, for those that it does not."""
+    allowed = None
+    for given, shape in ((mask, (-1, heads)), (padding, None)):
+        if given is None:
+            continue
+        free = ~given if given.dtype == torch.bool else given > _MASKED
+        if shape is None:
+            free = free[:, None, None] if free.ndim == 2 else free
+        elif free.ndim == 3:
+            free = free.unflatten(0, shape)
+        allowed = free if allowed is None else allowed & free
+    return allowed
+
+
+class _Operands(TorchDispatchMode):
+    """The first operands of a product in a kernel: queries, keys, and the scale of their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: tuple[Tensor, Tensor, float | None] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if self.found is None and name.startswith("aten::_scaled_dot_product"):
+            self.found = args[0], args[1], kwargs.get("scale")
+        elif self.found is None and name in ("aten::bmm", "aten::baddbmm"):
+            query, key = args[:2] if name == "aten::bmm" else args[1:3]
+            self.found = query, key.mT, 1.0
+        return func(*args, **kwargs)

@@ -1,0 +1,574 @@
+"""`anatomy`: which rows of which weights are queries, keys, values, gates, … of a transformer, found by running it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gonio.editing.wrapping import unwrapped
+from gonio.seeding import generator
+from gonio.surgery.equivalent import generated_example
+from gonio.surgery.recording import Call, Part, Product, Run, record
+
+_MASKED = -1e4  # logits below are those of pairs that a mask excludes
+_Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention block.
+
+    Attributes:
+        path: the module that multiplies queries and keys.
+        query: for each head the rows that compute its queries.
+        key, value: for each key/value head its rows.
+        output: for each head the columns of the next layer that read it.
+        groups: for each head the number of its key/value head.
+        shared_key: rows that compute a part of the keys of every head.
+        rotary: whether positions rotate pairs of a query's entries, and which; "" for no rotation, None for not known.
+        normed: whether queries or keys pass a norm after their layer, so that the scale of the rows has no effect.
+        scales: whether the logits are proportional to the outputs of the rows of a head's queries, and of its keys; not
+            so behind a norm, a cap, or with a bias that depends on positions.
+    """
+
+    path: str
+    query: tuple[tuple[Part, ...], ...]
+    key: tuple[tuple[Part, ...], ...]
+    value: tuple[tuple[Part, ...], ...]
+    output: tuple[Part, ...]
+    groups: tuple[int, ...]
+    shared_key: tuple[Part, ...] = ()
+    rotary: Literal["", "half", "pairs"] | None = None
+    normed: bool = False
+    scales: tuple[bool, bool] = (False, False)
+    # Where queries (…, tokens, size) count the heads: dimensions from the end, and the head of each index along them.
+    places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
+    alone: bool = field(default=True, repr=False)  # whether the module multiplies no other queries and keys
+    kernel: bool = field(default=False, repr=False)  # whether a registered module computes it, by no function of torch
+
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        return len(self.query)
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys and values; fewer than heads if several share them."""
+        return len(self.key)
+
+    @property
+    def head_size(self) -> int:
+        """The number of rows of a head's queries."""
+        return sum(part.count for part in self.query[0])
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} head{'s' * (self.heads != 1)} of {self.head_size}"
+        shared = f" on {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
+        more = [f"rotary ({self.rotary})"] * bool(self.rotary) + ["normed queries or keys"] * self.normed
+        return ", ".join([heads + shared, *more])
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Layers of which one reads what an activation gives of the others, entry by entry.
+
+    Attributes:
+        path: the module that calls the last layer.
+        up, down: the rows that compute the units, and the columns that read them.
+        gate: the rows whose activation multiplies the outputs of `up`; None where there is none.
+        experts: the number of experts in a stacked weight; 0 for no stack.
+    """
+
+    path: str
+    up: Part
+    down: Part
+    gate: Part | None = None
+    experts: int = 0
+
+    def __str__(self) -> str:
+        many = f"{self.experts} experts of " if self.experts else ""
+        return f"{many}{self.up.count} units{', gated' * (self.gate is not None)}"
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a transformer. `str()` is a table.
+
+    Attributes:
+        attention: the attention blocks, in the order of execution.
+        mlps: the feed-forward blocks.
+        embeddings, heads, routers, norms: names of parameters: tables that are looked up, layers that compute an
+            output, layers whose largest outputs are chosen, and gains of norms.
+        ties: names of one parameter with several, the first one first.
+        unknown: by path, why products of queries and keys there were not taken apart.
+    """
+
+    attention: tuple[Attention, ...]
+    mlps: tuple[Mlp, ...]
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
+    routers: tuple[str, ...]
+    norms: tuple[str, ...]
+    ties: tuple[tuple[str, ...], ...]
+    unknown: Mapping[str, str]
+
+    @cached_property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """By the name of a parameter, what it, or a part of it, is."""
+        found: dict[str, dict[str, None]] = {}
+        for block in self.attention:
+            for role in ("query", "key", "value", "output", "shared_key"):
+                name = "key" if role == "shared_key" else role
+                for part in _flat(getattr(block, role)):
+                    found.setdefault(part.tensor, {})[name] = None
+        for mlp in self.mlps:
+            if mlp.gate is not None:
+                found.setdefault(mlp.gate.tensor, {})["gate"] = None
+            found.setdefault(mlp.up.tensor, {})["up"] = None
+            found.setdefault(mlp.down.tensor, {})["down"] = None
+            for name in [n for n in (mlp.up.tensor, mlp.down.tensor) if mlp.experts]:
+                found[name]["expert"] = None
+        for role, names in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers),
+                            ("norm gain", self.norms)):  # fmt: skip
+            for name in names:
+                found.setdefault(name, {})[role] = None
+        return {name: tuple(roles) for name, roles in found.items()}
+
+    def stored_transposed(self, tensor: str) -> bool:
+        """Whether a stack of experts has its inputs before its outputs."""
+        return any((part.tensor, part.dim) == (tensor, dim) for mlp in self.mlps if mlp.experts
+                   for part, dim in ((mlp.up, 2), (mlp.gate or mlp.up, 2), (mlp.down, 1)))  # fmt: skip
+
+    def rows_of_heads(self, tensor: str) -> tuple[int, ...]:
+        """The sizes of consecutive heads of a weight that computes several of queries, keys and values, in its order.
+
+        The sizes repeat until all rows are cut; () for a weight of one role, and where other rows lie between.
+        """
+        heads = {part for block in self.attention for role in (block.query, block.key, block.value)
+                 for parts in role for part in parts if part.tensor == tensor}  # fmt: skip
+        if len([role for role in self.roles.get(tensor, ()) if role in ("query", "key", "value")]) < 2:
+            return ()
+        ranges = sorted(place for part in heads for place in part.rows)
+        sizes = [stop - start for start, stop in ranges]
+        if ranges[0][0] != 0 or any(a[1] != b[0] for a, b in itertools.pairwise(ranges)):
+            return ()
+        period = next(
+            n for n in range(1, len(sizes) + 1) if len(sizes) % n == 0 and sizes == sizes[:n] * (len(sizes) // n)
+        )
+        return tuple(sizes[:period])
+
+    def __str__(self) -> str:
+        rows = [(block.path or "the model", f"attention: {block}") for block in self.attention]
+        rows += [(mlp.path or "the model", f"MLP: {mlp}") for mlp in self.mlps]
+        rows += [(path or "the model", f"unknown: {why}") for path, why in self.unknown.items()]
+        rows += [(name, role) for role, names in (("embedding", self.embeddings), ("head", self.heads),
+                 ("router", self.routers)) for name in names]  # fmt: skip
+        width = max((len(path) for path, _ in rows), default=0)
+        head = f"{len(self.attention)} attention block{'s' * (len(self.attention) != 1)}, {len(self.mlps)} MLP"
+        lines = [head + "s" * (len(self.mlps) != 1), *(f"  {path:<{width}}  {what}" for path, what in rows)]
+        return "\n".join([*lines, *(f"  tied: {', '.join(names)}" for names in self.ties)])
+
+
+def _flat(parts: Any) -> Iterator[Part]:
+    for part in parts:
+        yield from (part,) if isinstance(part, Part) else _flat(part)
+
+
+def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
+    r"""Which rows of which weights are queries, keys, values, outputs, gates, … of a transformer.
+
+    The model runs once in evaluation mode. Attention is where a product of two activations passes a softmax whose
+    result multiplies a third one. The derivatives of queries, keys and values with respect to the outputs of the layers
+    before name the rows that compute them, head by head; the derivatives of what the next layer reads, with respect to
+    a head's queries, and the change of it if a head's values are zero, name the columns of that head. A block is given
+    only if the rows of different heads are different ones, and if a head changes its own columns alone. Gate and up are
+    told apart by the same means: the block is proportional to the outputs of `up`. No name of a class, a module or a
+    parameter is looked at. What is not found is not given.
+
+    A kernel that is no function of torch is registered as a module of its own: ``gonio.surgery.facts.register(Kernel,
+    Facts(attends=lambda q, k, v: (q, k, v)))``. It is believed where it computes softmax attention in the run.
+
+    Args:
+        example: an input, as :func:`gonio.equivalent` takes it, of at least two tokens; None for a generated one.
+
+    Raises:
+        InvalidArgumentError: if no example is given and none can be made.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> found = gonio.surgery.anatomy(layer)
+        >>> print(found)
+        1 attention block, 1 MLP
+          self_attn  attention: 2 heads of 4
+          linear2    MLP: 16 units
+        >>> [str(part) for part in found.attention[0].key[1]], str(found.attention[0].output[1])
+        (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
+    """
+    inner = unwrapped(model)
+    given = generated_example(inner) if example is None else example
+    with torch.inference_mode(False), torch.enable_grad():
+        return _taken_apart(inner, record(inner, given))
+
+
+def _taken_apart(inner: nn.Module, run: Run) -> Anatomy:
+    unknown = dict(run.unknown)
+    blocks: dict[tuple[str, Any], Attention] = {}
+    for product in run.products:
+        found = _block_of(run, product)
+        if isinstance(found, str):
+            unknown[product.path] = found
+        else:
+            blocks[found.path, found.query] = found
+    read = {part.tensor for block in blocks.values() for part in block.output}
+    names: dict[int, list[str]] = {}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    paths = Counter(path for path, _ in blocks) + Counter(list(unknown))
+    return Anatomy(
+        tuple(replace(block, alone=paths[block.path] == 1) for block in blocks.values()),
+        tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down.tensor not in read)),
+        tuple(dict.fromkeys(name for name, _ in run.tables)),
+        tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
+        tuple(dict.fromkeys(call.tensor for _, x in run.chosen if (call := _one(run, x)) is not None)),
+        tuple(run.norms),
+        tuple(tuple(each) for each in names.values() if len(each) > 1),
+        {path: why for path, why in unknown.items() if all(block.path != path for block in blocks.values())},
+    )
+
+
+def _direct(outputs: Any) -> list[Tensor]:
+    direct = outputs.values() if isinstance(outputs, Mapping) else outputs
+    direct = direct if isinstance(direct, (tuple, list, type({}.values()))) else (direct,)
+    return [x for x in direct if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]
+
+
+def _block_of(run: Run, product: Product) -> Attention | str:
+    """A block, or why it is not known."""
+    if product.value is None or product.out is None:
+        return "the softmax multiplies no values"
+    try:
+        return _Block(run, product, product.value, product.out).taken_apart()
+    except RuntimeError as error:  # a function of the model's own
+        return f"derivatives cannot be computed: {str(error).splitlines()[0][:80]}"
+
+
+def _one(run: Run, x: Tensor) -> Call | None:
+    """The only layer from which a tensor is computed directly, if its outputs are the tensor's last entries."""
+    try:
+        found = _sources(x, run.calls)
+        tables = _reached([x], [table for _, table in run.tables])
+    except RuntimeError:
+        return None
+    first = next(iter(found), None)
+    if len(found) != 1 or first is None or tables:
+        return None
+    made = run.calls[first]
+    return made if made.channel == -1 and made.out.shape[-1] == x.shape[-1] else None
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
+
+def _noise(like: Tensor) -> Tensor:
+    return torch.randn(like.shape, generator=generator(0, "anatomy")).to(like)
+
+
+def _gradients(x: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> list[Tensor | None]:
+    """The gradients of a random sum of the entries."""
+    if not x.requires_grad or not inputs:
+        return [None] * len(inputs)
+    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, create_graph=graph, allow_unused=True)
+    return list(found)
+
+
+def _reached(xs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the inputs on which any of the tensors depends."""
+    found = [_gradients(x, inputs) for x in xs]
+    return [t for t, *gs in zip(inputs, *found, strict=True) if any(g is not None and bool((g != 0).any()) for g in gs)]
+
+
+def _channels(gradient: Tensor, dim: int) -> frozenset[int]:
+    """The indices along a dimension at which any entry is not 0."""
+    there = (gradient != 0).movedim(dim, 0).flatten(1).any(1) if gradient.ndim > 1 else gradient != 0
+    return frozenset(there.nonzero().flatten().tolist())
+
+
+def _sources(x: Tensor, calls: Sequence[Call]) -> _Sources:
+    """The outputs of layers, channel by channel, on which a tensor depends directly."""
+    gradients = _gradients(x, [each.out for each in calls])
+    found = {n: _channels(g, calls[n].channel) for n, g in enumerate(gradients) if g is not None}
+    return {n: channels for n, channels in found.items() if channels}
+
+
+# --- one attention block ----------------------------------------------------------------------------------------------
+
+
+class _Block:
+    """What is found of one product of queries and keys."""
+
+    def __init__(self, run: Run, product: Product, value: Tensor, out: Tensor) -> None:
+        self.run, self.product, self.value, self.out = run, product, value, out
+        self.calls = run.calls[: product.calls]
+        self.query, self.key = product.query, product.key
+
+    def taken_apart(self) -> Attention | str:
+        """The block, or why it is not known."""
+        if self.key.shape[-2] < 2:
+            return "its softmax is over one key: pass an example of more tokens"
+        self._spread()
+        dims = [d for d in range(self.query.ndim - 2) if self.query.shape[d] > 1 and self._counts_heads(d)]
+        indices = list(itertools.product(*(range(self.query.shape[d]) for d in dims)))
+        heads: dict[Any, int] = {}  # by the sources of its query
+        keys: list[_Sources] = []
+        values: list[_Sources] = []
+        order: list[int] = []
+        for index in indices:
+            place = dict(zip(dims, index, strict=True))
+            query, key, value = (self._at(t, place) for t in (self.query, self.key, self.value))
+            if not (query and key and value):
+                return "a query, key or value is computed by no layer with a weight"
+            order.append(heads.setdefault(frozenset(query.items()), len(heads)))
+            if order[-1] == len(keys):
+                keys.append(key)
+                values.append(value)
+            elif keys[order[-1]] != key or values[order[-1]] != value:
+                return "the rows of its heads cannot be told apart"
+        return self._of_heads([dict(each) for each in heads], keys, values, (dims, order))
+
+    def _spread(self) -> None:
+        """Give queries, keys and values the same leading dimensions; those of fewer heads are repeated."""
+        tensors = [self.query, self.key, self.value]
+        dims = max(t.ndim for t in tensors)
+        tensors = [t.reshape(*[1] * (dims - t.ndim), *t.shape) for t in tensors]
+        for d in range(dims - 2):
+            size = max(t.shape[d] for t in tensors)
+            tensors = [t.repeat_interleave(size // t.shape[d], d) if t.shape[d] < size else t for t in tensors]
+        self.query, self.key, self.value = tensors
+
+    def _counts_heads(self, dim: int) -> bool:
+        return any(
+            _sources(t.select(dim, 0), self.calls) != _sources(t.select(dim, t.shape[dim] - 1), self.calls)
+            for t in (self.query, self.value)
+        )
+
+    def _at(self, tensor: Tensor, place: Mapping[int, int]) -> _Sources:
+        return _sources(self._selected(tensor, place), self.calls)
+
+    def _selected(self, tensor: Tensor, place: Mapping[int, int]) -> Tensor:
+        for dim in reversed(range(tensor.ndim - 2)):
+            tensor = tensor.select(dim, place.get(dim, 0))
+        return tensor
+
+    def _of_heads(
+        self, queries: list[_Sources], keys: list[_Sources], values: list[_Sources], places: Any
+    ) -> Attention | str:
+        shared: _Sources = {}
+        if any(key != keys[0] for key in keys):  # a part of the keys may be common to all heads
+            shared = {n: frozenset.intersection(*(key.get(n, frozenset()) for key in keys)) for n in keys[0]}
+            keys = [{n: rest for n, c in key.items() if (rest := c - shared.get(n, frozenset()))} for key in keys]
+        own_keys, groups = _distinct(keys)
+        own_values, of_values = _distinct(values)
+        if groups != of_values:
+            return "its heads share keys and values differently"
+        everything = [*queries, *own_keys, *own_values, *([shared] if any(shared.values()) else [])]
+        if not all(_apart(a, b) for a, b in itertools.combinations(everything, 2)):
+            return "the rows of its heads, or of its queries, keys and values, are not different ones"
+        output = self._columns(queries, own_values, groups)
+        if isinstance(output, str):
+            return output
+        query, key, value = (tuple(self._rows(each) for each in some) for some in (queries, own_keys, own_values))
+        dims, order = places
+        outs = [self.calls[n].out for some in (queries, keys) for each in some for n in each]
+        normed = bool(_norms_between(self.run, [self.query, self.key], outs))
+        scales = (False, False) if normed else (self._scales(queries), self._scales([*keys, shared]))
+        where = tuple(d - self.query.ndim for d in dims), tuple(order)
+        return Attention(self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
+                         self._rotation(queries[0]), normed, scales, where, kernel=self.product.kernel)  # fmt: skip
+
+    def _rows(self, sources: _Sources) -> tuple[Part, ...]:
+        return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
+
+    def _scales(self, sources: list[_Sources]) -> bool:
+        """Whether the logits are proportional to what these rows give: their derivative along it is they themselves."""
+        if self.product.passed or not all(self.calls[n].plain for each in sources for n in each):
+            return False
+        logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
+        logits = torch.where(logits > _MASKED, logits, torch.zeros_like(logits))
+        joined: dict[int, frozenset[int]] = {}
+        for each in sources:
+            joined.update({n: joined.get(n, frozenset()) | channels for n, channels in each.items()})
+        return _equal(_changes(logits, [joined], self.calls)[0], logits)
+
+    def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
+        """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
+        query = self._selected(self.query, {})
+        kinds: set[int] = set()
+        for entry in query[-1]:
+            found = [_channels(g, self.calls[n].channel)
+                     for n, g in zip(sources, _gradients(entry, [self.calls[n].out for n in sources]), strict=True)
+                     if g is not None]  # fmt: skip
+            rows = sorted(c for channels in found for c in channels)
+            kinds.add(0 if len(rows) == 1 else rows[1] - rows[0] if len(rows) == 2 else -1)
+        if -1 in kinds:
+            return None
+        return "" if kinds == {0} else "pairs" if kinds <= {0, 1} else "half"
+
+    def _columns(self, queries: list[_Sources], values: list[_Sources], groups: list[int]) -> tuple[Part, ...] | str:
+        """For each head the columns of the next layer, that its queries and its values change and no others do."""
+        later = self.run.calls[self.product.calls :]
+        reader = next((call for call in later if call.pointwise and _reached([call.x], [self.out])), None)
+        if reader is None:
+            return "no layer reads its result"
+        of_queries = self._moved(reader, queries)
+        of_values = self._moved(reader, values)
+        shared = len(of_values) < len(of_queries)
+        for group, columns in enumerate(of_values):
+            mine = frozenset[int]().union(*(of_queries[h] for h, g in enumerate(groups) if g == group))
+            # a softmax that is saturated in the run has no derivative by its queries
+            if not columns or not (mine == columns if shared else mine <= columns):
+                return "its heads are mixed: changes of a head's queries and of its values act on different columns"
+        if not shared:
+            of_queries = [of_values[group] for group in groups]
+        rows = [sum(len(channels) for channels in each.values()) for each in values]
+        if any(len(columns) != rows[group] for columns, group in zip(of_queries, groups, strict=True)):
+            return "a head has not as many columns as values, or some of them are 0 in the run"
+        if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
+            return "its heads are mixed before the next layer"
+        return tuple(Part.of(reader.tensor, sorted(columns), reader.in_dim) for columns in of_queries)
+
+    def _moved(self, reader: Call, heads: list[_Sources]) -> list[frozenset[int]]:
+        """The channels of what a layer reads that change with the outputs of a head's rows."""
+        return [_channels(moved, reader.channel) for moved in _changes(reader.x, heads, self.calls)]
+
+
+def _changes(x: Tensor, parts: Sequence[_Sources], calls: Sequence[Call]) -> list[Tensor]:
+    """For each part the derivative of x along its outputs: where x is linear, what x loses without them."""
+    used = list({n: None for part in parts for n in part})
+    weight = _noise(x).requires_grad_()
+    outs = [calls[n].out for n in used]
+    gradients = torch.autograd.grad((x * weight).sum(), outs, create_graph=True, retain_graph=True, allow_unused=True)
+    found = []
+    for part in parts:
+        total = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        for n, out, gradient in zip(used, outs, gradients, strict=True):
+            if gradient is not None and n in part:
+                rows = torch.tensor(sorted(part[n]), device=out.device)
+                mine = torch.zeros_like(out).index_fill_(calls[n].channel, rows, 1)
+                total = total + (gradient * (out.detach() * mine)).sum()
+        moved = torch.autograd.grad(total, weight, retain_graph=True)[0] if total.requires_grad else None
+        found.append(torch.zeros_like(weight) if moved is None else moved)
+    return found
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Entry by entry, up to rounding."""
+    return float((a - b).detach().abs().max()) <= 50 * torch.finfo(b.dtype).eps * float(b.detach().abs().max())
+
+
+def _distinct(sources: list[_Sources]) -> tuple[list[_Sources], list[int]]:
+    """The different ones, and for each the number of its own."""
+    numbers: dict[Any, int] = {}
+    order = [numbers.setdefault(frozenset(each.items()), len(numbers)) for each in sources]
+    return [dict(each) for each in numbers], order
+
+
+def _apart(a: _Sources, b: _Sources) -> bool:
+    return all(not (channels & b.get(n, frozenset())) for n, channels in a.items())
+
+
+# --- feed-forward blocks ----------------------------------------------------------------------------------------------
+
+
+def _mlps(run: Run, parameters: Mapping[str, Tensor]) -> Iterator[Mlp]:
+    for number, reader in enumerate(run.calls):
+        try:
+            found = (
+                _mlp_of(run, reader, run.calls[:number], parameters) if reader.pointwise and reader.x.numel() else None
+            )
+        except RuntimeError:  # a function of the model's own has no derivative
+            found = None
+        if found is not None:
+            yield found
+
+
+def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[str, Tensor]) -> Mlp | None:
+    """The block whose last layer is the reader, if it is one."""
+    calls = [before[n] for n in _sources(reader.x, before)]
+    if not 1 <= len(calls) <= 2 or _reached([reader.x], [x for _, x in run.tables]):
+        return None
+    units, outs = reader.x.shape[reader.channel], [call.out for call in calls]
+    halves = _halves([(call, call.out) for call in calls], units, reader.x.numel() // units)
+    if not halves or not _entrywise(reader, calls, halves) or _norms_between(run, [reader.x], outs):
+        return None
+    up, gate = _roles(reader, outs, halves)
+    weight = parameters[calls[0].tensor]
+    stacked = weight.shape[0] if weight.ndim == 3 and reader.channel == -1 else 0
+    return (
+        None if up is None else Mlp(reader.path, up, Part.of(reader.tensor, range(units), reader.in_dim), gate, stacked)
+    )
+
+
+def _norms_between(run: Run, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+    """Results of norms of these outputs, on which any of the tensors depends."""
+    return [t for t in _reached(xs, run.normed) if any(g is not None for g in _gradients(t, outs))]
+
+
+_Half = tuple[Part, int, slice]  # the rows, the number of the call's output, and its channels
+
+
+def _halves(found: list[tuple[Call, Tensor]], units: int, positions: int) -> list[_Half]:
+    """The one or two parts that give as many outputs as the reader has inputs; none where the sizes do not fit."""
+    sizes = [out.shape[call.channel] for call, out in found]
+    if any(not call.pointwise or out.numel() // out.shape[call.channel] != positions for call, out in found):
+        return []
+    if sizes == [2 * units]:
+        call = found[0][0]
+        return [
+            (call.part(range(units)), 0, slice(0, units)),
+            (call.part(range(units, 2 * units)), 0, slice(units, None)),
+        ]
+    if any(size != units for size in sizes):
+        return []
+    return [(call.part(range(units)), n, slice(None)) for n, (call, _) in enumerate(found)]
+
+
+def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> bool:
+    """Whether each entry of what a layer reads depends on one entry of each part alone, at the same position."""
+    shown = torch.rand(reader.x.shape, generator=generator(1, "anatomy")).to(reader.x.device) < 0.5
+    gradients = torch.autograd.grad(
+        (reader.x * _noise(reader.x) * shown).sum(), [c.out for c in calls], retain_graph=True
+    )
+    for _, n, channels in halves:
+        mine = gradients[n].movedim(calls[n].channel, -1)[..., channels]
+        if bool((mine[~shown.movedim(reader.channel, -1).reshape(mine.shape)] != 0).any()):
+            return False
+    return True
+
+
+def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part | None, Part | None]:
+    """Which part is up, and which is the gate; (None, None) where that is not known."""
+    noise = _noise(reader.x)
+    gradients = torch.autograd.grad((reader.x * noise).sum(), outs, retain_graph=True)
+    terms = (reader.x * noise).detach().movedim(reader.channel, -1)
+    if len(halves) == 1:
+        slopes = (gradients[0].movedim(reader.channel, -1).reshape(noise.movedim(reader.channel, -1).shape)
+                  / noise.movedim(reader.channel, -1))  # fmt: skip
+        return (None, None) if bool((slopes - slopes.flatten()[0]).abs().max() < 1e-5) else (halves[0][0], None)
+    linear, positive = [], []
+    for _, n, channels in halves:
+        g, out = (t.detach().movedim(reader.channel, -1)[..., channels] for t in (gradients[n], outs[n]))
+        linear.append(_equal(g * out, terms))
+        active = reader.x.movedim(reader.channel, -1).reshape(out.shape) != 0
+        positive.append(bool((out[active] >= 0).all()))
+    if linear == [True, True]:  # the gate of ReLU is where both are proportional
+        linear = [not p for p in positive]
+    if linear not in ([True, False], [False, True]):
+        return None, None
+    return (halves[0][0], halves[1][0]) if linear[0] else (halves[1][0], halves[0][0])

@@ -1,0 +1,150 @@
+"""The products of queries and keys among the functions of torch that a model calls, whatever the modules are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
+# Functions that multiply, add, mask, or only move entries.
+_NAMES = """
+    mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ add __add__ __radd__ add_ __iadd__ sub
+    __sub__ sub_ masked_fill masked_fill_ where to type type_as float half bfloat16 double clone detach contiguous view
+    reshape unsqueeze squeeze transpose permute flatten unflatten expand __get__ __getitem__"""
+_AFFINE = frozenset(_NAMES.split())
+
+
+@dataclass(eq=False)
+class Product:
+    """A product of two activations, which are queries and keys if a softmax over the keys follows.
+
+    `query` is (…, queries, size), `key` (…, keys, size) and `value` (…, keys, size of a value).
+    """
+
+    path: str
+    query: Tensor
+    key: Tensor
+    value: Tensor | None = None
+    out: Tensor | None = None
+    logits: Tensor | None = None  # the softmax's input
+    calls: int = 0  # of layers before it was complete
+    kernel: bool = False  # a registered module computes it, by no function of torch
+    passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
+
+
+class Products(TorchFunctionMode):
+    """Recognises attention: two activations are multiplied, a softmax follows, and its result multiplies a third one.
+
+    What lies between, such as masks, scales and biases, is passed over.
+
+    Attributes:
+        stack: paths of the modules that are running; the last one calls the function.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = [""]
+        self._labels: dict[int, tuple[Tensor, str, Product]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            return self.packed(func, args, kwargs)
+        out = func(*args, **kwargs)
+        return self.seen(getattr(func, "__name__", ""), args, kwargs, out)
+
+    def packed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch's attention in one function."""
+        return func(*args, **kwargs)
+
+    def seen(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
+        """Act on the result of a function; returns what the model gets."""
+        operands = tensors_of(args, kwargs)
+        if name == "softmax" and isinstance(out, Tensor):
+            self._softmax(operands[0], args, kwargs, out)
+        elif name == "scaled_dot_product_attention":
+            query, key, value = operands[:3]
+            self.found(Product(self.stack[-1], query, key, value, out), args, kwargs)
+        elif name in _PRODUCTS and isinstance(out, Tensor):
+            self._product(name, operands, args, out)
+        else:
+            self.label(operands, out, name)
+        return out
+
+    def found(self, product: Product, args: Any, kwargs: Any) -> None:
+        """Act on a product that is one of queries and keys, with the arguments of the softmax or of the attention."""
+
+    def valued(self, product: Product) -> None:
+        """Act on a product whose shares have multiplied values."""
+
+    def label(self, sources: Sequence[Tensor], out: Any, name: str) -> Any:
+        """Pass on the label of an argument: masks, scales and biases leave logits what they are."""
+        label = next((self._labels[id(t)] for t in sources if id(t) in self._labels), None)
+        if label is not None:
+            others = [t for t in sources if id(t) not in self._labels]
+            if label[1] == "logits" and (name not in _AFFINE or any(t.requires_grad for t in others)):
+                label[2].passed.add(name)  # also the sum with a trained bias, which may be 0 now
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    self._labels[id(tensor)] = (tensor, *label[1:])
+        return out
+
+    def _product(self, name: str, operands: list[Tensor], args: Any, out: Tensor) -> None:
+        """Queries times keys, or shares times values: (…, i, c) and (…, j, c) with a sum over c."""
+        pair = operands[1:3] if name == "baddbmm" else operands[:2]
+        if len(pair) != 2 or min(t.ndim for t in pair) < 2:
+            return
+        labels = [self._labels.get(id(t)) for t in pair]
+        left, right = (pair[0], pair[1].mT) if name != "einsum" else _spelled(args[0], *pair)
+        for label, other in ((labels[0], right), (labels[1], left)):
+            if label is not None and label[1] == "shares" and label[2].value is None:
+                label[2].value, label[2].out = other.mT, out
+                self.valued(label[2])
+                return
+        if labels == [None, None] and left.ndim >= 2:
+            self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right))
+
+    def _softmax(self, x: Tensor, args: Any, kwargs: Any, out: Tensor) -> None:
+        label = self._labels.get(id(x))
+        dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
+        if label is None or label[1] != "logits" or dim is None or dim % x.ndim < x.ndim - 2:
+            return
+        product = label[2]
+        if dim % x.ndim == x.ndim - 2:
+            product.query, product.key = product.key, product.query
+        product.logits = x
+        self._labels[id(out)] = (out, "shares", product)
+        self.found(product, args, kwargs)
+
+
+def tensors_of(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a function, also in lists, in their order."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        found += [item for item in items if isinstance(item, Tensor)]
+    return found
+
+
+def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The operands of an einsum as (…, i, c) and (…, j, c); empty ones where it is no product of two matrices."""
+    nothing = torch.empty(0), torch.empty(0)
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return nothing
+    inputs, out = equation.replace(" ", "").split("->")
+    letters = inputs.split(",")
+    both = [x for x in letters[0] if x in letters[1]]
+    summed = [x for x in both if x not in out]
+    shared = [x for x in out if x in both]
+    own = [[x for x in each if x not in both] for each in letters]
+    if len(summed) != 1 or any(len(each) != 1 for each in own):
+        return nothing
+    left, right = (t.permute(*[each.index(x) for x in (*shared, *mine, *summed)])
+                   for t, each, mine in zip((a, b), letters, own, strict=True))  # fmt: skip
+    return left, right
