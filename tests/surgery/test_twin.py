@@ -1,9 +1,10 @@
-"""A twin: other modules that share the tensors of a model, so that what runs it leaves the model alone."""
+"""A twin: other modules that share the parameters of a model, so that what runs it leaves the model alone."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -43,11 +44,12 @@ class Referring(nn.Module):
         return self.inside[0](x)
 
 
-def test_tensors_are_shared_and_modules_are_not() -> None:
+def test_parameters_are_shared_and_modules_and_buffers_are_not() -> None:
     model = network()
     twin = twin_of(model)
     assert [id(p) for p in twin.parameters()] == [id(p) for p in model.parameters()]
-    assert [id(b) for b in twin.buffers()] == [id(b) for b in model.buffers()]
+    assert not {id(b) for b in twin.buffers()} & {id(b) for b in model.buffers()}
+    assert all(torch.equal(a, b) for a, b in zip(twin.buffers(), model.buffers(), strict=True))
     assert not {id(m) for m in twin.modules()} & {id(m) for m in model.modules()}
     assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
 
@@ -112,6 +114,73 @@ def test_a_model_that_names_itself_globally_runs_itself() -> None:
         assert torch.equal(model(X), X)
     assert model.training
     assert model[0].training
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer in every mode, and refers to the buffer by an attribute as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+        self.register_buffer("calls", torch.zeros(()))
+        self.same = [self.calls]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.same[0].add_(1)
+        return self.body(x)
+
+
+class Looping(Counting):
+    """Cannot be traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > -1e9 else 2 * x)
+
+
+READING = {
+    "measure": lambda m: gonio.measure(m),
+    "measure with a batch": lambda m: gonio.measure(m, batch=X),
+    "certify": lambda m: gonio.certify(m, example=X),
+    "equivalent": lambda m: gonio.equivalent(m, m, example=X),
+    "param_groups": lambda m: gonio.param_groups(m, matrices=True),
+    "trace": lambda m: gonio.surgery.graph.trace(m),
+    "running": lambda m: run_twice(m),
+}
+
+
+def run_twice(model: nn.Module) -> None:
+    with evaluating(model) as twin:
+        twin(X)
+        assert float(twin(X).shape[0]) == len(X)
+        assert float(twin.calls) == 4
+
+
+@pytest.mark.parametrize("kind", [Counting, Looping])
+@pytest.mark.parametrize("verb", READING)
+def test_no_reading_verb_changes_a_buffer(verb: str, kind: type[Counting]) -> None:
+    model = kind().eval()
+    own, before = list(model.buffers()), [b.clone() for b in model.buffers()]
+    with suppress(gonio.errors.GonioError):  # no certificate without a graph
+        READING[verb](model)
+    assert all(a is b for a, b in zip(own, model.buffers(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    model(X)
+    assert float(model.calls) == 2
+
+
+def test_a_model_that_runs_itself_gets_its_buffers_back() -> None:
+    model = Counting()
+    namespace = {"model": model, "torch": torch}
+    exec("def forward(x):\n    model.calls += 1\n    model.calls = model.calls + 1\n    return x", namespace)
+    model.forward = namespace["forward"]
+    own = model.calls
+    with evaluating(model) as same:
+        assert same is model
+        model(X)
+        assert float(model.calls) == 2
+    assert model.calls is own
+    assert float(own) == 0
 
 
 @pytest.mark.filterwarnings("error")

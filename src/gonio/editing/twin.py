@@ -1,4 +1,4 @@
-"""Run a model without touching it: on other modules that share its tensors.
+"""Run a model without touching it: on other modules that share its parameters.
 
 A verb that only reads a model runs it in evaluation mode, with hooks, and under tracers that set attributes. On a twin
 all of this happens beside the model: other threads may train it or serve it meanwhile, and an interruption leaves
@@ -27,12 +27,12 @@ _NESTED = 4  # levels of lists and dicts in an attribute in which modules are fo
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """A model of new modules with the same classes, the same tensors and hooks, and no compiled part.
+    """A model of new modules with the same classes, parameters and hooks, copies of the buffers, and no compiled part.
 
-    Modes, hooks, attributes and the entries of registries can be changed without effect on the model; a change of a
-    tensor in place is one of the model. Attributes that refer to modules of the model (also in lists, tuples, dicts,
-    bound methods, closures, partial functions and weak references) refer to their twins. Scripted and lazy modules
-    are copied.
+    Modes, hooks, attributes, buffers and the entries of registries can be changed without effect on the model; a
+    change of a parameter in place is one of the model. Attributes that refer to modules or buffers of the model (also
+    in lists, tuples, dicts, bound methods, closures, partial functions and weak references) refer to their twins.
+    Scripted and lazy modules are copied.
 
     Example:
         >>> from gonio.editing.twin import twin_of
@@ -42,7 +42,8 @@ def twin_of(model: nn.Module) -> nn.Module:
         (True, False, True)
     """
     parts: list[nn.Module] = []
-    twins: dict[int, nn.Module] = {}
+    held = [buffer for buffer in model.buffers() if not is_lazy(buffer)]  # no id is used again while they are here
+    twins: dict[int, Any] = {id(buffer): buffer.clone() for buffer in held}
     for module in model.modules():
         if id(module) in twins:
             continue
@@ -59,7 +60,7 @@ def twin_of(model: nn.Module) -> nn.Module:
     compiled = {id(m): twins[id(m._modules["_orig_mod"])] for m in parts if holds_original(m)}
     if compiled:  # a compiled module calls the original one, whatever its child is
         plain = {id(twins[key]): inner for key, inner in compiled.items()}
-        for twin in twins.values():
+        for twin in (twins[id(module)] for module in parts):
             twin._modules.update({n: plain[id(c)] for n, c in twin._modules.items() if id(c) in plain})
     return compiled.get(id(model), twins[id(model)])
 
@@ -70,10 +71,10 @@ def _is_lazy(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in held if tensor is not None)
 
 
-def _mapped(value: Any, twins: Mapping[int, nn.Module], depth: int = 0) -> Any:
-    """An attribute with twins in the place of modules."""
+def _mapped(value: Any, twins: Mapping[int, Any], depth: int = 0) -> Any:
+    """An attribute with twins in the place of modules, and copies in the place of buffers."""
     kind = type(value)
-    if isinstance(value, nn.Module):
+    if isinstance(value, (nn.Module, Tensor)):
         return twins.get(id(value), value)
     if kind in (dict, OrderedDict) and depth < _NESTED:
         return kind((_mapped(k, twins, _NESTED), _mapped(v, twins, depth + 1)) for k, v in value.items())
@@ -119,15 +120,25 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """Gives a twin of the model inside its wrappers, in evaluation mode.
 
     A sharded model runs itself, because the hooks that gather its shards refer to its own modules, and so does one
-    with a function that refers to its modules by a global name; every module gets its own mode back.
+    with a function that refers to its modules by a global name; every module gets its own mode and buffers back.
     """
     inner = unwrapped(model)
     if not is_sharded(inner) and not _named_globally(inner):
         yield twin_of(inner).eval()
         return
     modes = [(module, module.training) for module in inner.modules()]
+    buffers = [(module, dict(module._buffers)) for module in inner.modules()]
+    values = [(buffer, buffer.clone()) for buffer in inner.buffers()]
     try:
         with run_eagerly(inner.eval()):
             yield inner
     finally:  # also if Ctrl-C comes here
-        run_reversed([partial(setattr, module, "training", training) for module, training in modes])
+        own = [partial(module._buffers.update, before) for module, before in buffers]
+        own += [partial(_set_back_, buffer, value) for buffer, value in values]
+        run_reversed([*own, *(partial(setattr, module, "training", training) for module, training in modes)])
+
+
+def _set_back_(buffer: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        if not torch.equal(buffer, value.to(buffer)):
+            buffer.copy_(value)

@@ -362,8 +362,15 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
         return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0])
     names = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in vars(twin).items() if name in names and isinstance(value, Tensor)}
-    facts, read = tracer.measured, frozenset(tracer.read)
+    facts, read = tracer.measured, frozenset(tracer.read) | _read_buffers(twin, model, tracer.read)
     return Graph(model, tuple(graph.nodes), measured=facts, dims=dims or {}, constants=constants, read=read)
+
+
+def _read_buffers(twin: nn.Module, model: nn.Module, read: Mapping[int, Tensor]) -> set[int]:
+    """The model's buffers, by `id`, of which the twin's copies were read."""
+    copies = dict(twin.named_buffers(remove_duplicate=False))
+    own = model.named_buffers(remove_duplicate=False)
+    return {id(buffer) for name, buffer in own if id(copies.get(name)) in read}
 
 
 # --- the layers that follow ---------------------------------------------------------------------------
