@@ -235,14 +235,21 @@ def check(
     integers = sum(dtype_named(place.dtype) in INTEGERS and not place.reason for place in held.places)
     said = f"checked as integers (packed weights, indices, counters): {counted(integers, 'tensor')}"
     notes = (*held.notes, said) if integers else held.notes
-    tensors = with_siblings(scan_all(held.places, jobs, progress))
+    scanned = scan_all(held.places, jobs, progress)
+    unread = [  # by a reader that found the damage only when it read the values
+        Problem("G701", tensor.path, tensor.reason)
+        for place, tensor in zip(held.places, scanned, strict=True)
+        if tensor.reason and not place.reason
+    ]
+    tensors = with_siblings(scanned)
     changes = [] if known is None else list(_changes(tensors, known))
-    findings = checked(tensors, [*held.problems, *changes])
+    findings = checked(tensors, [*held.problems, *unread, *changes])
     return CheckResult(name_of(source), contents, tensors, findings, notes)
 
 
 def _contents(held: Inventory) -> CheckpointContents:
-    folder = held.files[0].parent if held.files else None
+    first = held.files[0] if held.files else None
+    folder = first if first is None or first.is_dir() else first.parent
     config, adapter = (
         {} if folder is None else small_json(folder / name) for name in ("config.json", "adapter_config.json")
     )

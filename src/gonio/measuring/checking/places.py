@@ -25,15 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
+from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
-from gonio.measuring.reading.numpy_files import SUFFIX as NUMPY
-from gonio.measuring.reading.numpy_files import stored_in_numpy
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged
 from gonio.measuring.reading.shards import PART, weight_map
-from gonio.measuring.reading.source import absent, files_in
-from gonio.measuring.reading.state_dicts import state_in
+from gonio.measuring.reading.source import absent, files_in, open_file
+from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
@@ -50,6 +48,7 @@ class Place:
 
     Attributes:
         open: a context with a function that fills an array from the given byte of the tensor on.
+        values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised.
         beside: whether it is not of the model. `reason`: why it cannot be read.
     """
 
@@ -61,15 +60,7 @@ class Place:
     open: Callable[[], Any]
     beside: bool = False
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with a file, or with a tensor's place; the code is of a rule on files."""
-
-    code: str
-    path: str
-    found: str
+    values: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def inventory(source: object) -> Inventory:
     notes = [f"not read: {listing([plain(file.name) for file in others], limit=4)}"] if others else []
     if len(files) > 1:
         found = _of_parts(files)
-    elif not files[0].is_file():
+    elif not (files[0].is_file() or files[0].is_dir()):
         raise absent(files[0])
     else:
         found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
@@ -107,15 +98,12 @@ def inventory(source: object) -> Inventory:
 
 
 def _of_file(path: Path) -> Inventory:
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" and not path.is_dir():
         return _of_safetensors(path)
-    if path.suffix in SUFFIXES:
+    if path.suffix in SUFFIXES and not path.is_dir():
         found = _of_content(mapped_content(path), path.name)
         return replace(found, problems=(*found.problems, *_checksums(path, found.places)), files=(path,))
-    if path.suffix == NUMPY:
-        return Inventory(tuple(_of_numpy(path)), files=(path,))
-    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES, NUMPY))
-    raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {known}.")
+    return _of_opened(path, open_file(path))
 
 
 # --- several files ---------------------------------------------------------------------------------------------------
@@ -353,14 +341,24 @@ def _nothing() -> Iterator[Read]:
     yield lambda at, target: None
 
 
-def _of_numpy(path: Path) -> Iterator[Place]:
-    """The arrays of an archive of NumPy, each in memory while it is checked."""
-    for name, stored in stored_in_numpy(path).items():
-        dtype = dtype_named(stored.dtype)
-        size = 0 if dtype is None else stored.entries * dtype.itemsize
-        reason = f"torch has no dtype for {stored.dtype}" if dtype is None else ""
-        opened = partial(_loaded, stored.load)
-        yield Place(name, path.name, stored.dtype, stored.shape, size, opened, reason=reason)
+def _of_opened(path: Path, opened: Opened) -> Inventory:
+    """What a reader of a format found: each tensor is in memory while it is checked."""
+    places = []
+    for beside, tensors in ((False, opened.stored), (True, opened.beside)):
+        for name, stored in tensors.items():
+            values = stored.values or stored.dtype
+            dtype = dtype_named(values)
+            size = 0 if dtype is None else stored.entries * dtype.itemsize
+            reason = f"torch has no dtype for {stored.dtype}" if dtype is None else ""
+            place = Place(
+                name, stored.file or path.name, stored.dtype, stored.shape, size, partial(_loaded, stored.load)
+            )
+            places.append(replace(place, values=values, beside=beside, reason=reason))
+    places += [
+        Place(other.name, path.name, other.dtype, other.shape or (), 0, _nothing, reason=other.reason)
+        for other in opened.others
+    ]
+    return Inventory(tuple(places), opened.problems, opened.notes, (path,))
 
 
 @contextmanager

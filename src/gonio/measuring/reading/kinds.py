@@ -1,0 +1,17 @@
+"""The reader of each kind of file that is neither an index nor a checkpoint of torch, by the ending of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gonio.measuring.reading.numpy_files import stored_in_numpy
+from gonio.measuring.reading.safetensors_files import stored_in_safetensors
+from gonio.measuring.reading.state_dicts import Opened
+from gonio.measuring.reading.torch_files import SUFFIXES
+
+OTHERS: dict[str, Callable[[Path], Opened]] = {
+    ".safetensors": lambda path: Opened(stored_in_safetensors(path)),
+    ".npz": lambda path: Opened(stored_in_numpy(path)),
+}
+KINDS = (".safetensors", ".safetensors.index.json", *SUFFIXES, *(kind for kind in OTHERS if kind != ".safetensors"))
