@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
-from gonio.measuring.reading.safetensors_files import DTYPES, damaged
+from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
 from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
@@ -193,7 +193,7 @@ def _of_safetensors(path: Path) -> Inventory:
         places.append((begin, Place(name, path.name, named, shape, max(end - begin, 0), opened, reason=said)))
         if begin < end:
             ends.append((begin, end, name))
-    problems += _gaps(sorted(ends), data, path.name)
+    problems += gaps(sorted(ends), data, path.name)
     in_order = tuple(place for _, place in sorted(places, key=lambda pair: pair[0]))  # disks read in one direction
     return Inventory(in_order, tuple(problems), files=(path,))
 
@@ -234,21 +234,6 @@ def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int, data: int)
         said = f"{end - begin} bytes are stored for {prod(shape)} entries of {dtype}"
         return f"{said}, which take {prod(shape) * width:g}"
     return f"cut off: the file ends {end - data} bytes before it does" if end > data else ""
-
-
-def _gaps(ends: list[tuple[int, int, str]], data: int, file: str) -> Iterator[Problem]:
-    """Tensors that overlap, and bytes between and after them that belong to none."""
-    reached, last = 0, ""
-    for begin, end, name in ends:
-        if begin < reached:
-            count = min(reached, end) - begin
-            yield Problem("G704", name, f"overlaps {plain(last)}: {count} bytes belong to both")
-        elif begin > reached:
-            yield Problem("G705", file, f"{begin - reached} bytes before {plain(name)} belong to no tensor")
-        if end > reached:
-            reached, last = end, name
-    if reached < data:
-        yield Problem("G705", file, f"{data - reached} bytes after the last tensor belong to none")
 
 
 @contextmanager

@@ -142,6 +142,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
         weight = weights.get(name)
         if weight is None:
             layout, kind, reason, notes = infer(name, shapes, inputs_first=inputs_first)
+            notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
             if len(tensor.shape) == 2 and beside.padding < tensor.shape[0] and not has_bias(name, shapes):
