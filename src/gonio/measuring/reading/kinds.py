@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.numpy_files import stored_in_numpy
+from gonio.measuring.reading.onnx_files import open_onnx
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.state_dicts import Opened
 from gonio.measuring.reading.torch_files import SUFFIXES
@@ -14,6 +15,7 @@ from gonio.measuring.reading.torch_files import SUFFIXES
 OTHERS: dict[str, Callable[[Path], Opened]] = {
     ".safetensors": lambda path: Opened(stored_in_safetensors(path)),
     ".gguf": open_gguf,
+    ".onnx": open_onnx,
     ".npz": lambda path: Opened(stored_in_numpy(path)),
 }
 KINDS = (".safetensors", ".safetensors.index.json", *SUFFIXES, *(kind for kind in OTHERS if kind != ".safetensors"))

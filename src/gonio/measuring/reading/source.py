@@ -22,7 +22,9 @@ from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
+    Axes,
     Shapes,
+    StoredTensor,
     TensorEntry,
     clean_names,
     has_bias,
@@ -130,7 +132,8 @@ class _Beside:
 
 def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> Iterator[TensorEntry]:
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
-    suspects = [name for name, t in stored.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
+    plainly = {name: tensor for name, tensor in stored.items() if tensor.axes is None}
+    suspects = [name for name, t in plainly.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
     weights = (
         {part: one for one in stored_weights(suspects, stored, beside.quantization) for part in one.parts}
         if suspects
@@ -140,7 +143,9 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
     inputs_first = stores_inputs_first(shapes)
     for name, tensor in stored.items():
         weight = weights.get(name)
-        if weight is None:
+        if tensor.axes is not None:
+            yield _by_axes(cleaned[name], tensor, tensor.axes)
+        elif weight is None:
             layout, kind, reason, notes = infer(name, shapes, inputs_first=inputs_first)
             notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
@@ -153,6 +158,17 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
         else:
             reason = f"a part of the {weight.kind} {cleaned.get(weight.name, weight.name)}"
             yield replace(tensor.entry(cleaned[name], "", None, reason), role="part")
+
+
+def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
+    """The entry of a tensor whose format tells its dimensions, in torch's order."""
+    order = axes.order
+    kind = axes.kind or f"{len(tensor.shape)}-d tensor"
+    made = tensor.entry(name, kind, axes.layout, axes.reason, axes.notes)
+    if order is None or order == tuple(range(len(order))):
+        return made
+    shape = tuple(tensor.shape[dim] for dim in order)
+    return replace(made, load=lambda: tensor.load().permute(order).contiguous(), shape=shape)
 
 
 def _plain_name(name: str) -> str:
