@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
+from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
 from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
@@ -387,9 +388,8 @@ def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
 
 
 def _crc(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """The checksum of the bytes of a stored record; they follow its local header, its name and its extra field."""
-    file.seek(info.header_offset + 26)
-    file.seek(info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))))
+    """The checksum of the bytes of a stored record."""
+    file.seek(record_start(file, info))
     found, left = 0, info.file_size
     while left and (block := file.read(min(left, 1 << 20))):
         found, left = zlib.crc32(block, found), left - len(block)

@@ -190,7 +190,7 @@ class Archive:
         end = size if self.length is None else self.begin + self.length
         if not 0 <= self.begin <= end <= size:
             raise ValueError(f"the file ends {end - size} bytes before this part does")
-        with self.path.open("rb") as file, zipfile.ZipFile(_Part(file, self.begin, end - self.begin)) as archive:
+        with self.path.open("rb") as file, zipfile.ZipFile(FilePart(file, self.begin, end - self.begin)) as archive:
             infos = archive.infolist()
             if any(i.compress_type != zipfile.ZIP_STORED or not 0 <= i.file_size <= end - self.begin for i in infos):
                 raise ValueError("its archive unfolds to more than its size, as none of torch.save does")
@@ -216,8 +216,7 @@ class Archive:
         raw = target.reshape(-1).view(torch.uint8) if whole else torch.empty(info.file_size, dtype=torch.uint8)
         view, done, found = raw.numpy().data, 0, 0
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self.begin + info.header_offset + 26)
-            file.seek(self.begin + info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))))
+            file.seek(record_start(file, info, self.begin))
             while done < info.file_size:
                 got = file.readinto(view[done : done + (1 << 22)])
                 if not got:
@@ -230,7 +229,13 @@ class Archive:
             target.copy_(raw.view(dtype).as_strided(part.shape, part.strides, part.offset))
 
 
-class _Part(io.RawIOBase):
+def record_start(file: BinaryIO, info: zipfile.ZipInfo, begin: int = 0) -> int:
+    """The byte at which a record begins: after its local header, its name and its extra field."""
+    file.seek(begin + info.header_offset + 26)
+    return begin + info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+
+
+class FilePart(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
