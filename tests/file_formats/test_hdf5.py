@@ -227,9 +227,10 @@ def test_damages_are_named(tmp_path: Path, kind: str) -> None:
             gonio.measure(source)
 
 
-@pytest.mark.parametrize("times", [300, pytest.param(2000, marks=pytest.mark.slow)])
+# A table of links that is damaged can make the library of HDF5 itself take seconds and gigabytes (docs/limitations.md).
+@pytest.mark.parametrize("times", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["m.h5", "m.keras"])
 def test_changed_bytes_leave_no_other_error(tmp_path: Path, times: int, kind: str) -> None:
     source = tmp_path / kind
     _ = keras(source, transposed(), DENSE) if kind == "m.keras" else legacy(source)
-    assert fuzz(source, source, times) > 0
+    assert fuzz(source, source, times, memory=8000) > 0

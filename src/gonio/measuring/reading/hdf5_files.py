@@ -116,7 +116,7 @@ def _datasets(path: Path, h5py: ModuleType, file: Any, layers: Mapping[str, tupl
             others.append(TensorEntry(name, "", None, None, held))
             continue
         shape, dtype = tuple(held.shape or ()), _dtype(held)
-        code, said = _refusal(h5py, held, shape, dtype)
+        code, said = _refusal(held, shape, dtype, path.stat().st_size)
         if said:
             others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
             problems += [Problem(code, name, said)] if code else []
@@ -162,7 +162,7 @@ def _dtype(held: Any) -> str:
     return str(held.dtype.name)
 
 
-def _refusal(h5py: ModuleType, held: Any, shape: tuple[int, ...], dtype: str) -> tuple[str, str]:
+def _refusal(held: Any, shape: tuple[int, ...], dtype: str, whole: int) -> tuple[str, str]:
     """(code of a rule or none, why a dataset is not read); empty if it is."""
     if held.dtype.hasobject or held.dtype.kind in "OSU":
         return "", "text, objects or references, which are not read"
@@ -179,6 +179,8 @@ def _refusal(h5py: ModuleType, held: Any, shape: tuple[int, ...], dtype: str) ->
     size, held_size = prod(shape) * held.dtype.itemsize, held.id.get_storage_size()
     if size and not held_size:
         return "G702", f"no values are stored for its {prod(shape)} entries"
+    if held_size > whole:
+        return "G704", f"{held_size} bytes are stored for it, of a file of {whole}"
     if size > held_size * (_LARGEST_RATIO if filters else 1):
         return "G704", f"{held_size} bytes are stored for {prod(shape)} entries, which take {size}"
     if held.chunks and prod(held.chunks) * held.dtype.itemsize > max(_LARGEST_CHUNK, 2 * size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from gonio.measuring.reading.flax_files import open_flax
 from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.hdf5_files import open_hdf5
 from gonio.measuring.reading.numpy_files import stored_in_numpy
@@ -18,6 +19,7 @@ OTHERS: dict[str, Callable[[Path], Opened]] = {
     ".gguf": open_gguf,
     ".onnx": open_onnx,
     **dict.fromkeys((".keras", ".h5", ".hdf5"), open_hdf5),
+    ".msgpack": open_flax,
     ".npz": lambda path: Opened(stored_in_numpy(path)),
 }
 KINDS = (".safetensors", ".safetensors.index.json", *SUFFIXES, *(kind for kind in OTHERS if kind != ".safetensors"))
