@@ -44,7 +44,7 @@ def assert_equal_figures(
         names: of the file's names those in the state dict, where they differ.
     """
     folder.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
+    save_file({name: value.clone().contiguous() for name, value in state.items()}, folder / "model.safetensors")
     found, known = gonio.check(source), gonio.check(folder)
     assert found.verdict.startswith("Intact"), found
     ours = {(names or {}).get(tensor.name, tensor.name): tensor for tensor in found.tensors if not tensor.beside}

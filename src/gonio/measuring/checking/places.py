@@ -34,6 +34,7 @@ from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
+from gonio.measuring.reading.zero_files import is_zero
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
@@ -104,7 +105,11 @@ def _of_file(path: Path) -> Inventory:
     if path.suffix in SUFFIXES and not path.is_dir():
         found = _of_content(mapped_content(path), path.name)
         return replace(found, problems=(*found.problems, *_checksums(path, found.places)), files=(path,))
-    return _of_opened(path, open_file(path))
+    found = _of_opened(path, open_file(path))
+    if not path.is_dir():
+        return found
+    archives = [file for file in sorted(path.glob("*_states.pt")) if is_zero(path)]
+    return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file, ()))))
 
 
 # --- several files ---------------------------------------------------------------------------------------------------
@@ -369,10 +374,10 @@ def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
     Records of an archive that was written under `torch.serialization.set_crc32_options(False)` have none; then all
     large ones differ, which is no damage.
     """
-    if not zipfile.is_zipfile(path):
-        return
     bad, good = [], 0
     try:
+        if not zipfile.is_zipfile(path):
+            return
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             for info in archive.infolist():
                 if info.file_size and info.compress_type == zipfile.ZIP_STORED:

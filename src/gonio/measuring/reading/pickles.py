@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gonio.escaping import plain
+from gonio.measuring.reading.safetensors_files import read_tensor
 
 _OPCODES = (  # noqa: SIM905
     "PROTO FRAME STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
@@ -86,7 +87,7 @@ class _Unpickler(pickle._Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
         known = getattr(torch, name, None) if module == "torch" else None
         if isinstance(known, (torch.dtype, torch.layout)):
             return known
@@ -161,6 +162,20 @@ class StoredPart:
         return cls(dtype, key, offset, tuple(shape), tuple(strides))
 
     @property
+    def itemsize(self) -> int:
+        return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def reach(self) -> int:
+        """The byte of the storage after the last one that is used."""
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return (self.offset + last + 1) * self.itemsize if prod(self.shape) else 0
+
+    @property
     def contiguous(self) -> bool:
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
@@ -203,16 +218,30 @@ class Archive:
                 raise ValueError("its numbers are stored with the highest byte first")
             self.content = unpickled(io.BytesIO(archive.read(f"{home}data.pkl")), self.allowed)
 
+    def holds(self, part: StoredPart) -> bool:
+        """Whether a tensor's record has its bytes, and it has no more entries than they are."""
+        info = self._records.get(part.key)
+        return info is not None and part.reach <= info.file_size and part.bytes <= info.file_size
+
+    def entries(self, part: StoredPart) -> Tensor:
+        """The entries of a tensor in a row, read from their place; the record's checksum is not compared."""
+        info = self._records[part.key]
+        if not part.contiguous:
+            found = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
+            self.read(part, found)
+            return found.reshape(-1)
+        with self.path.open("rb") as file:
+            begin = record_start(file, info, self.begin) + part.offset * part.itemsize
+        return read_tensor(self.path, begin, part.bytes, part.dtype, (prod(part.shape),))
+
     def read(self, part: StoredPart, target: Tensor) -> None:
         """Fill a tensor of the same shape and dtype, and compare the record with its checksum."""
         info = self._records.get(part.key)
-        dtype = getattr(torch, part.dtype)
         if info is None:
             raise ValueError(f"its archive lacks the record {plain(part.key, longest=40)}")
-        reach = part.offset + sum((n - 1) * s for n, s in zip(part.shape, part.strides, strict=True)) + 1
-        if prod(part.shape) and reach * dtype.itemsize > info.file_size:
-            raise ValueError(f"a tensor takes {reach * dtype.itemsize} bytes, of which {info.file_size} are stored")
-        whole = part.contiguous and target.is_contiguous() and prod(part.shape) * dtype.itemsize == info.file_size
+        if part.reach > info.file_size:
+            raise ValueError(f"a tensor takes {part.reach} bytes, of which {info.file_size} are stored")
+        whole = part.contiguous and target.is_contiguous() and part.bytes == info.file_size
         raw = target.reshape(-1).view(torch.uint8) if whole else torch.empty(info.file_size, dtype=torch.uint8)
         view, done, found = raw.numpy().data, 0, 0
         with self.path.open("rb", buffering=0) as file:
@@ -226,7 +255,7 @@ class Archive:
         if info.CRC and found != info.CRC:  # 0 where torch was told to write none
             raise ValueError("its bytes differ from their checksum")
         if not whole:
-            target.copy_(raw.view(dtype).as_strided(part.shape, part.strides, part.offset))
+            target.copy_(raw.view(getattr(torch, part.dtype)).as_strided(part.shape, part.strides, part.offset))
 
 
 def record_start(file: BinaryIO, info: zipfile.ZipInfo, begin: int = 0) -> int:

@@ -39,6 +39,7 @@ from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
+from gonio.measuring.reading.zero_files import is_zero, open_zero
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -261,7 +262,7 @@ def open_file(path: Path, key: str = "") -> Opened:
         MissingExtraError: if the package that reads its kind is not installed.
     """
     if path.is_dir():
-        return open_distributed(path, key)
+        return open_distributed(path, key) if is_distributed(path) else open_zero(path)
     if not path.is_file():
         raise absent(path)
     if path.suffix in SUFFIXES:
@@ -279,9 +280,9 @@ def open_file(path: Path, key: str = "") -> Opened:
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """The one model of a folder, an index before single files, or its parts where the index is missing; other files.
 
-    A folder of torch.distributed.checkpoint is itself the one.
+    A folder of torch.distributed.checkpoint or of DeepSpeed's ZeRO is itself the one.
     """
-    if is_distributed(folder):
+    if is_distributed(folder) or is_zero(folder):
         return [folder], []
     for pattern in _PATTERNS:
         found = sorted(folder.glob(pattern))
@@ -302,7 +303,7 @@ def _no_checkpoint(folder: Path) -> UnreadableFileError:
     held = [
         plain(one.name)
         for one in within
-        if is_distributed(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
+        if is_distributed(one) or is_zero(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
     ]
     if held:
         what = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
