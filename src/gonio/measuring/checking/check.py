@@ -199,10 +199,12 @@ def check(
     """Check a checkpoint: is it intact, and what is in it.
 
     Every tensor of every file is held against its header, the index and the size of the file; then its values are
-    read once. No code in a file runs, and memory holds one chunk per thread (of a torch file, maps of it).
+    read once. No code in a file runs, and memory holds one chunk per thread (of a torch file, maps of it; of another
+    format one tensor per thread).
 
     Args:
-        source: a `.safetensors` or torch file, a `.index.json`, a folder with a model, or a state dict.
+        source: a `.safetensors` or torch file, a `.index.json`, a folder with a model, a file or folder of another
+            format that `docs/howto/formats.md` lists, or a state dict.
         against: a file of fingerprints (`gonio check --save`), or the `fingerprints` of a result: what changed, was
             added and was removed are findings.
         jobs: number of threads; by default one per core, at most 8.
@@ -212,6 +214,7 @@ def check(
     Raises:
         UnreadableFileError: for a file of which nothing can be read, and for a damaged file of fingerprints.
         InvalidArgumentError: for another source, or less than one job.
+        MissingExtraError: if the package that reads a file's format is not installed.
 
     Example:
         >>> state = {f"layers.{i}.down.weight": torch.randn(64, 64) for i in range(8)}
