@@ -169,7 +169,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     "a loop of links": (loop, "there is no such file"),
     "a device": (lambda _: Path("/dev/zero"), "there is no such file"),
     "a folder called a file": (folder_called_file, "it holds no checkpoint"),
-    "an unknown kind": (raw(b"x", ".h5"), "its kind '.h5' is not known"),
+    "an unknown kind": (raw(b"x", ".xyz"), "its kind '.xyz' is not known"),
     "capitals": (raw(b"x", ".SAFETENSORS"), "is not known"),
     **{
         f"{name}, {'zipped' if zipped else 'of the old format'}": (code(gadget, zipped=zipped), ONLY_DATA)

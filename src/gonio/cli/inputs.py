@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
+from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.models.by_name import is_user_code
@@ -22,7 +23,7 @@ from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
-_SOURCE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar", ".npz", ".json")
+_SOURCE_SUFFIXES = (*KINDS, ".json")
 _MOST_NUMBERS = 2**28  # in a batch, 1 GiB; more is a typing error
 
 

@@ -13,6 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,17 @@ def tensors_of(source: Any) -> list[str]:
                 with safe_open(one, framework="np") as file:
                     names += file.keys()
             return names
+        if (path / ".metadata").is_file():
+            held = FileSystemReader(path).read_metadata().state_dict_metadata.items()
+            return [name for name, value in held if isinstance(value, TensorStorageMetadata)]
+        if path.suffix == ".onnx":
+            import onnx
+
+            return [tensor.name for tensor in onnx.load(path).graph.initializer]
+        if path.suffix == ".gguf":
+            import gguf
+
+            return [tensor.name for tensor in gguf.GGUFReader(path).tensors]
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
                 return list(archive.files)

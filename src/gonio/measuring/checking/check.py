@@ -199,10 +199,12 @@ def check(
     """Check a checkpoint: is it intact, and what is in it.
 
     Every tensor of every file is held against its header, the index and the size of the file; then its values are
-    read once. No code in a file runs, and memory holds one chunk per thread (of a torch file, maps of it).
+    read once. No code in a file runs, and memory holds one chunk per thread (of a torch file, maps of it; of another
+    format one tensor per thread).
 
     Args:
-        source: a `.safetensors` or torch file, a `.index.json`, a folder with a model, or a state dict.
+        source: a `.safetensors` or torch file, a `.index.json`, a folder with a model, a file or folder of another
+            format that `docs/howto/formats.md` lists, or a state dict.
         against: a file of fingerprints (`gonio check --save`), or the `fingerprints` of a result: what changed, was
             added and was removed are findings.
         jobs: number of threads; by default one per core, at most 8.
@@ -212,6 +214,7 @@ def check(
     Raises:
         UnreadableFileError: for a file of which nothing can be read, and for a damaged file of fingerprints.
         InvalidArgumentError: for another source, or less than one job.
+        MissingExtraError: if the package that reads a file's format is not installed.
 
     Example:
         >>> state = {f"layers.{i}.down.weight": torch.randn(64, 64) for i in range(8)}
@@ -235,14 +238,21 @@ def check(
     integers = sum(dtype_named(place.dtype) in INTEGERS and not place.reason for place in held.places)
     said = f"checked as integers (packed weights, indices, counters): {counted(integers, 'tensor')}"
     notes = (*held.notes, said) if integers else held.notes
-    tensors = with_siblings(scan_all(held.places, jobs, progress))
+    scanned = scan_all(held.places, jobs, progress)
+    unread = [  # by a reader that found the damage only when it read the values
+        Problem("G701", tensor.path, tensor.reason)
+        for place, tensor in zip(held.places, scanned, strict=True)
+        if tensor.reason and not place.reason
+    ]
+    tensors = with_siblings(scanned)
     changes = [] if known is None else list(_changes(tensors, known))
-    findings = checked(tensors, [*held.problems, *changes])
+    findings = checked(tensors, [*held.problems, *unread, *changes])
     return CheckResult(name_of(source), contents, tensors, findings, notes)
 
 
 def _contents(held: Inventory) -> CheckpointContents:
-    folder = held.files[0].parent if held.files else None
+    first = held.files[0] if held.files else None
+    folder = first if first is None or first.is_dir() else first.parent
     config, adapter = (
         {} if folder is None else small_json(folder / name) for name in ("config.json", "adapter_config.json")
     )

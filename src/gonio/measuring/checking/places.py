@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
+from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
-from gonio.measuring.reading.numpy_files import SUFFIX as NUMPY
-from gonio.measuring.reading.numpy_files import stored_in_numpy
-from gonio.measuring.reading.safetensors_files import DTYPES, damaged
+from gonio.measuring.reading.pickles import record_start
+from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
 from gonio.measuring.reading.shards import PART, weight_map
-from gonio.measuring.reading.source import absent, files_in
-from gonio.measuring.reading.state_dicts import state_in
+from gonio.measuring.reading.source import absent, files_in, open_file
+from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
+from gonio.measuring.reading.zero_files import is_zero
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
@@ -50,6 +50,7 @@ class Place:
 
     Attributes:
         open: a context with a function that fills an array from the given byte of the tensor on.
+        values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised.
         beside: whether it is not of the model. `reason`: why it cannot be read.
     """
 
@@ -61,15 +62,7 @@ class Place:
     open: Callable[[], Any]
     beside: bool = False
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with a file, or with a tensor's place; the code is of a rule on files."""
-
-    code: str
-    path: str
-    found: str
+    values: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ def inventory(source: object) -> Inventory:
     notes = [f"not read: {listing([plain(file.name) for file in others], limit=4)}"] if others else []
     if len(files) > 1:
         found = _of_parts(files)
-    elif not files[0].is_file():
+    elif not (files[0].is_file() or files[0].is_dir()):
         raise absent(files[0])
     else:
         found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
@@ -107,15 +100,16 @@ def inventory(source: object) -> Inventory:
 
 
 def _of_file(path: Path) -> Inventory:
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" and not path.is_dir():
         return _of_safetensors(path)
-    if path.suffix in SUFFIXES:
+    if path.suffix in SUFFIXES and not path.is_dir():
         found = _of_content(mapped_content(path), path.name)
         return replace(found, problems=(*found.problems, *_checksums(path, found.places)), files=(path,))
-    if path.suffix == NUMPY:
-        return Inventory(tuple(_of_numpy(path)), files=(path,))
-    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES, NUMPY))
-    raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {known}.")
+    found = _of_opened(path, open_file(path))
+    if not path.is_dir():
+        return found
+    archives = [file for file in sorted(path.glob("*_states.pt")) if is_zero(path)]
+    return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file, ()))))
 
 
 # --- several files ---------------------------------------------------------------------------------------------------
@@ -205,7 +199,7 @@ def _of_safetensors(path: Path) -> Inventory:
         places.append((begin, Place(name, path.name, named, shape, max(end - begin, 0), opened, reason=said)))
         if begin < end:
             ends.append((begin, end, name))
-    problems += _gaps(sorted(ends), data, path.name)
+    problems += gaps(sorted(ends), data, path.name)
     in_order = tuple(place for _, place in sorted(places, key=lambda pair: pair[0]))  # disks read in one direction
     return Inventory(in_order, tuple(problems), files=(path,))
 
@@ -246,21 +240,6 @@ def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int, data: int)
         said = f"{end - begin} bytes are stored for {prod(shape)} entries of {dtype}"
         return f"{said}, which take {prod(shape) * width:g}"
     return f"cut off: the file ends {end - data} bytes before it does" if end > data else ""
-
-
-def _gaps(ends: list[tuple[int, int, str]], data: int, file: str) -> Iterator[Problem]:
-    """Tensors that overlap, and bytes between and after them that belong to none."""
-    reached, last = 0, ""
-    for begin, end, name in ends:
-        if begin < reached:
-            count = min(reached, end) - begin
-            yield Problem("G704", name, f"overlaps {plain(last)}: {count} bytes belong to both")
-        elif begin > reached:
-            yield Problem("G705", file, f"{begin - reached} bytes before {plain(name)} belong to no tensor")
-        if end > reached:
-            reached, last = end, name
-    if reached < data:
-        yield Problem("G705", file, f"{data - reached} bytes after the last tensor belong to none")
 
 
 @contextmanager
@@ -353,14 +332,24 @@ def _nothing() -> Iterator[Read]:
     yield lambda at, target: None
 
 
-def _of_numpy(path: Path) -> Iterator[Place]:
-    """The arrays of an archive of NumPy, each in memory while it is checked."""
-    for name, stored in stored_in_numpy(path).items():
-        dtype = dtype_named(stored.dtype)
-        size = 0 if dtype is None else stored.entries * dtype.itemsize
-        reason = f"torch has no dtype for {stored.dtype}" if dtype is None else ""
-        opened = partial(_loaded, stored.load)
-        yield Place(name, path.name, stored.dtype, stored.shape, size, opened, reason=reason)
+def _of_opened(path: Path, opened: Opened) -> Inventory:
+    """What a reader of a format found: each tensor is in memory while it is checked."""
+    places = []
+    for beside, tensors in ((False, opened.stored), (True, opened.beside)):
+        for name, stored in tensors.items():
+            values = stored.values or stored.dtype
+            dtype = dtype_named(values)
+            size = 0 if dtype is None else stored.entries * dtype.itemsize
+            reason = f"torch has no dtype for {stored.dtype}" if dtype is None else ""
+            place = Place(
+                name, stored.file or path.name, stored.dtype, stored.shape, size, partial(_loaded, stored.load)
+            )
+            places.append(replace(place, values=values, beside=beside, reason=reason))
+    places += [
+        Place(other.name, path.name, other.dtype, other.shape or (), 0, _nothing, reason=other.reason)
+        for other in opened.others
+    ]
+    return Inventory(tuple(places), opened.problems, opened.notes, (path,))
 
 
 @contextmanager
@@ -385,10 +374,10 @@ def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
     Records of an archive that was written under `torch.serialization.set_crc32_options(False)` have none; then all
     large ones differ, which is no damage.
     """
-    if not zipfile.is_zipfile(path):
-        return
     bad, good = [], 0
     try:
+        if not zipfile.is_zipfile(path):
+            return
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             for info in archive.infolist():
                 if info.file_size and info.compress_type == zipfile.ZIP_STORED:
@@ -404,9 +393,8 @@ def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
 
 
 def _crc(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """The checksum of the bytes of a stored record; they follow its local header, its name and its extra field."""
-    file.seek(info.header_offset + 26)
-    file.seek(info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))))
+    """The checksum of the bytes of a stored record."""
+    file.seek(record_start(file, info))
     found, left = 0, info.file_size
     while left and (block := file.read(min(left, 1 << 20))):
         found, left = zlib.crc32(block, found), left - len(block)

@@ -121,12 +121,13 @@ def scan(place: Place) -> TensorCheck:
     if place.reason or not prod(place.shape):
         return header
     # Dtypes that torch does not have (4 and 6 bits) are checked as bytes.
-    dtype, entries = dtype_named(place.dtype) or torch.uint8, prod(place.shape)
+    known, entries = dtype_named(place.values or place.dtype), prod(place.shape)
+    dtype = known or torch.uint8
     factor = 2 if dtype in _PARTS else 1
     dtype = torch.uint8 if dtype is torch.bool else _PARTS.get(dtype, dtype)
     rows = place.shape[0] if len(place.shape) > 1 and place.size // place.shape[0] >= ROW else 1
     columns = entries // rows * factor
-    if dtype_named(place.dtype) is None:
+    if known is None:
         rows, columns = 1, place.size
     statistics = _Statistics(dtype, rows, columns)
     try:

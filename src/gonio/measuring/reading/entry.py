@@ -74,16 +74,39 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Axes:
+    """What a format itself says about the dimensions of a tensor.
+
+    Attributes:
+        order: the stored dimensions in torch's order (outputs, inputs, positions); None if the file does not tell it.
+        kind: what the tensor is. `layout`: how it is read in torch's order.
+        reason: why it has no filters, or why the order is not known. `notes`: remarks for the reader.
+    """
+
+    order: tuple[int, ...] | None = None
+    kind: str = ""
+    layout: Layout | None = None
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a file or state dict: its header, and a function that reads its values.
 
     Attributes:
         dtype: torch's name for it, without `torch.`; the file's own name for one that torch does not have.
+        values: the dtype in which `load` gives the values, where it is not `dtype` itself.
+        file: the name of the file that holds it, where a reader knows it.
+        axes: what the format says about its dimensions; None if it stores torch's own tensors.
     """
 
     shape: tuple[int, ...]
     dtype: str
     load: Callable[[], Tensor]
+    values: str = ""
+    file: str = ""
+    axes: Axes | None = None
 
     @property
     def entries(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gonio.errors import UnreadableFileError
+from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
+from gonio.measuring.reading.state_dicts import Problem
 
 DTYPES = {
     **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
@@ -50,14 +53,15 @@ def stored_in_safetensors(path: Path) -> dict[str, StoredTensor]:
             shape, (begin, end) = tuple(header[name]["shape"]), header[name]["data_offsets"]
             dtype = DTYPES.get(header[name]["dtype"], header[name]["dtype"])
             stored[name] = StoredTensor(
-                shape, dtype, partial(_read, path, 8 + length + begin, end - begin, dtype, shape)
+                shape, dtype, partial(read_tensor, path, 8 + length + begin, end - begin, dtype, shape)
             )
         return stored
     except Exception as error:  # the reader's own errors, OSError, and those that a hostile header provokes
         raise damaged(path, error) from error
 
 
-def _read(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...]) -> Tensor:
+def read_tensor(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of these bytes of a file, in a dtype of torch."""
     dtype = dtype_named(name)
     if dtype is None:
         raise UnreadableFileError(str(path), f"torch has no dtype {name}", "Convert the tensor first.")
@@ -71,6 +75,26 @@ def _read(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...])
                 raise damaged(path, EOFError("it ends before this tensor does"))
             done += got
     return data.view(dtype).reshape(shape)
+
+
+def gaps(ends: list[tuple[int, int, str]], data: int, file: str, *, alignment: int = 1) -> Iterator[Problem]:
+    """Tensors that overlap, and bytes between and after them that belong to none.
+
+    Args:
+        ends: (first byte, byte after the last one, name) of each tensor, sorted. `data`: bytes that there are.
+        alignment: tensors begin at multiples of it, so that fewer bytes than this may lie between two.
+    """
+    reached, last = 0, ""
+    for begin, end, name in ends:
+        if begin < reached:
+            count = min(reached, end) - begin
+            yield Problem("G704", name, f"overlaps {plain(last)}: {count} bytes belong to both")
+        elif begin - reached >= alignment:
+            yield Problem("G705", file, f"{begin - reached} bytes before {plain(name)} belong to no tensor")
+        if end > reached:
+            reached, last = end, name
+    if data - reached >= alignment:
+        yield Problem("G705", file, f"{data - reached} bytes after the last tensor belong to none")
 
 
 def damaged(path: Path, error: BaseException) -> UnreadableFileError:

@@ -11,7 +11,7 @@ from typing import Any
 from gonio.errors import GonioError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.measuring.reading.safetensors_files import stored_in_safetensors
+from gonio.measuring.reading.kinds import OTHERS
 from gonio.measuring.reading.state_dicts import Opened
 from gonio.measuring.reading.torch_files import open_torch
 
@@ -50,7 +50,7 @@ def _shard(path: Path) -> dict[str, StoredTensor] | str:
     if not path.is_file():
         return f"its shard {plain(path.name)} is missing"
     try:
-        return stored_in_safetensors(path) if path.suffix == ".safetensors" else open_torch(path).stored
+        return OTHERS[path.suffix](path).stored if path.suffix in OTHERS else open_torch(path).stored
     except GonioError as error:
         return f"its shard {plain(path.name)} cannot be read: {error}"
 

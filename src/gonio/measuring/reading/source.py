@@ -20,8 +20,11 @@ from gonio.errors import InvalidArgumentError, UnreadableFileError, closest, lis
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters
+from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
+    Axes,
     Shapes,
+    StoredTensor,
     TensorEntry,
     clean_names,
     has_bias,
@@ -30,14 +33,13 @@ from gonio.measuring.reading.entry import (
     stores_inputs_first,
 )
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
+from gonio.measuring.reading.kinds import KINDS, OTHERS
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.numpy_files import SUFFIX as NUMPY
-from gonio.measuring.reading.numpy_files import stored_in_numpy
 from gonio.measuring.reading.order import in_depth_order
-from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
+from gonio.measuring.reading.zero_files import is_zero, open_zero
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -48,7 +50,12 @@ _STANDARD = frozenset(
     for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
     for kind in ("safetensors", "bin")
 )
-_MODELS = (".safetensors", *SUFFIXES)
+_MODELS = (*SUFFIXES, *OTHERS)
+# Of a folder's files, the kinds in the order in which one is the model.
+_PATTERNS = (
+    *("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"),
+    *(f"*{suffix}" for suffix in OTHERS if suffix != ".safetensors"),
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,8 @@ class _Beside:
 
 def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> Iterator[TensorEntry]:
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
-    suspects = [name for name, t in stored.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
+    plainly = {name: tensor for name, tensor in stored.items() if tensor.axes is None}
+    suspects = [name for name, t in plainly.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
     weights = (
         {part: one for one in stored_weights(suspects, stored, beside.quantization) for part in one.parts}
         if suspects
@@ -136,8 +144,11 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
     inputs_first = stores_inputs_first(shapes)
     for name, tensor in stored.items():
         weight = weights.get(name)
-        if weight is None:
+        if tensor.axes is not None:
+            yield _by_axes(cleaned[name], tensor, tensor.axes)
+        elif weight is None:
             layout, kind, reason, notes = infer(name, shapes, inputs_first=inputs_first)
+            notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
             if len(tensor.shape) == 2 and beside.padding < tensor.shape[0] and not has_bias(name, shapes):
@@ -148,6 +159,17 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
         else:
             reason = f"a part of the {weight.kind} {cleaned.get(weight.name, weight.name)}"
             yield replace(tensor.entry(cleaned[name], "", None, reason), role="part")
+
+
+def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
+    """The entry of a tensor whose format tells its dimensions, in torch's order."""
+    order = axes.order
+    kind = axes.kind or f"{len(tensor.shape)}-d tensor"
+    made = tensor.entry(name, kind, axes.layout, axes.reason, axes.notes)
+    if order is None or order == tuple(range(len(order))):
+        return made
+    shape = tuple(tensor.shape[dim] for dim in order)
+    return replace(made, load=lambda: tensor.load().permute(order).contiguous(), shape=shape)
 
 
 def _plain_name(name: str) -> str:
@@ -186,12 +208,14 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    opened = _of_file(files[0], key) if len(files) == 1 else open_parts(files)
+    opened = open_file(files[0], key) if len(files) == 1 else open_parts(files)
+    if opened.refusal is not None:
+        raise opened.refusal
     if others:
         opened = replace(
             opened, notes=(*opened.notes, f"not read: {listing([plain(f.name) for f in others], limit=4)}")
         )
-    return opened, _beside(files[0].parent)
+    return opened, _beside(path if path.is_dir() else path.parent)
 
 
 def _beside(folder: Path) -> _Beside:
@@ -229,27 +253,38 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     return UnreadableFileError(str(path), "there is no such file", do)
 
 
-def _of_file(path: Path, key: str) -> Opened:
+def open_file(path: Path, key: str = "") -> Opened:
+    """The tensors of one file, of an index with its shards, or of a folder that is a checkpoint as a whole.
+
+    Raises:
+        UnreadableFileError: if there is no such file, if it is damaged, or of a kind that is not known.
+        InvalidArgumentError: for a key of a file that holds one state dict.
+        MissingExtraError: if the package that reads its kind is not installed.
+    """
+    if path.is_dir():
+        return open_distributed(path, key) if is_distributed(path) else open_zero(path)
     if not path.is_file():
         raise absent(path)
     if path.suffix in SUFFIXES:
         return open_torch(path, key)
-    known = ", ".join((".safetensors", ".safetensors.index.json", *SUFFIXES, NUMPY))
-    if key and path.suffix in (".safetensors", NUMPY):
+    if key and path.suffix in OTHERS:
         do = "Leave the key out."
         raise InvalidArgumentError("a key names a state dict in a checkpoint of torch", path.name, do)
     if path.name.endswith(".index.json"):
         return open_shards(path)
-    if path.suffix == ".safetensors":
-        return Opened(stored_in_safetensors(path))
-    if path.suffix == NUMPY:
-        return Opened(stored_in_numpy(path))
-    raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {known}.")
+    if path.suffix in OTHERS:
+        return OTHERS[path.suffix](path)
+    raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {', '.join(KINDS)}.")
 
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The one model of a folder, an index before single files, or its parts where the index is missing; other files."""
-    for pattern in ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"):
+    """The one model of a folder, an index before single files, or its parts where the index is missing; other files.
+
+    A folder of torch.distributed.checkpoint or of DeepSpeed's ZeRO is itself the one.
+    """
+    if is_distributed(folder) or is_zero(folder):
+        return [folder], []
+    for pattern in _PATTERNS:
         found = sorted(folder.glob(pattern))
         parts = [PART.fullmatch(file.name) for file in found]
         if len(found) == 1 or (all(parts) and len({(m[1], m[3], m[4]) for m in parts if m}) == 1):
@@ -264,11 +299,12 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _no_checkpoint(folder: Path) -> UnreadableFileError:
     """The error for a folder without a model of its own; it names the folders in it that may have one."""
-    if (folder / ".metadata").is_file():
-        what, do = "it is a checkpoint of torch.distributed.checkpoint", "Convert it by dcp_to_torch_save() of torch."
-        return UnreadableFileError(str(folder), what, do)
     within = (one for one in sorted(islice(folder.iterdir(), 10_000)) if one.is_dir())
-    held = [plain(one.name) for one in within if any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))]
+    held = [
+        plain(one.name)
+        for one in within
+        if is_distributed(one) or is_zero(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
+    ]
     if held:
         what = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
         return UnreadableFileError(str(folder), what, "Name one of them.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -35,12 +35,32 @@ _NESTED = 6  # levels below which containers of a checkpoint are not searched fo
 
 
 @dataclass(frozen=True)
+class Problem:
+    """Something wrong with a file, or with a tensor's place; the code is of a rule on files."""
+
+    code: str
+    path: str
+    found: str
+
+
+@dataclass(frozen=True)
 class Opened:
-    """The tensors of files or of a state dict; an entry with a reason for everything else; notes."""
+    """The tensors of files or of a state dict.
+
+    Attributes:
+        stored: the model's tensors. `others`: an entry with a reason for everything else of the model.
+        notes: how they were read.
+        beside: tensors that are not the model's, as the state of an optimizer.
+        problems: what is wrong with the files, as far as it is seen without reading values.
+        refusal: why it cannot be told which tensors are the model's; then all are `beside`.
+    """
 
     stored: dict[str, StoredTensor]
     others: tuple[TensorEntry, ...] = ()
     notes: tuple[str, ...] = ()
+    beside: dict[str, StoredTensor] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    refusal: InvalidArgumentError | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,341 @@
+"""Folders of torch.distributed.checkpoint: `.metadata` places pieces of each tensor in the files of the ranks.
+
+A tensor is put together from its pieces when it is read. Which tensors are the model's follows from the keys of the
+saved state dict, which the metadata keep; the state of an optimizer is beside.
+
+References: torch.distributed.checkpoint.metadata and .filesystem of torch; megatron.core.dist_checkpointing.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.errors import InvalidArgumentError, listing
+from gonio.escaping import plain
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
+from gonio.measuring.reading.safetensors_files import damaged
+from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
+
+METADATA = ".metadata"
+MOST_PIECES = 1 << 16  # of one tensor; as many as there are ranks
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+_HOME = "torch.distributed.checkpoint.metadata."
+_OLD = "torch.distributed._shard.sharded_tensor.metadata."
+_METADATA = (f"{_HOME}Metadata", _MCORE)
+_OF_METADATA = (
+    *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties"),
+    *("StorageMeta", "_MEM_FORMAT_ENCODING"),
+)
+_CLASSES = frozenset(
+    {
+        *_METADATA,
+        *(f"{_HOME}{name}" for name in _OF_METADATA),
+        *(f"{_OLD}{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+        *(f"torch.distributed.checkpoint.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        *(f"pathlib.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+        *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", "builtins.set"),
+    }
+)
+_OPTIMIZER = {"state", "param_groups"}  # the keys of `torch.optim.Optimizer.state_dict()`
+_OF_MCORE = "optimizer."  # the prefix that Megatron's format gives to tensors of the optimizer
+_OBJECT = "object"  # the kind of an entry that is no tensor
+_DEPTH = 6  # levels at which the state of an optimizer is looked for
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a tensor: its place there, and the bytes of the file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.length
+
+
+@dataclass
+class _Folder:
+    """What is known of a folder while its metadata are read."""
+
+    path: Path
+    sizes: dict[str, int]
+    problems: list[Problem] = field(default_factory=list)
+    used: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
+    absent: Counter[str] = field(default_factory=Counter)
+
+
+def is_distributed(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint of torch.distributed.checkpoint."""
+    return (folder / METADATA).is_file()
+
+
+def open_distributed(path: Path, key: str = "") -> Opened:
+    """The tensors of a folder of torch.distributed.checkpoint; no values are read yet.
+
+    Args:
+        key: the place of the state dict to read, with dots between keys, where the checkpoint holds several.
+
+    Raises:
+        UnreadableFileError: if the metadata are damaged, or hold an object of a class that is not theirs.
+    """
+    try:
+        metadata = _metadata(path / METADATA)
+        places = _places(metadata["storage_data"])
+        named = {str(name): value for name, value in dict(metadata["state_dict_metadata"]).items()}
+    except Exception as error:  # a hostile pickle provokes almost any of them
+        raise damaged(path / METADATA, error) from error
+    files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    folder = _Folder(path, files)
+    stored, others = {}, []
+    for name, value in named.items():
+        try:
+            found = _tensor(folder, name, value, places.pop(name, {}))
+        except (ValueError, TypeError, AttributeError, OverflowError, KeyError) as error:
+            folder.problems.append(Problem("G704", name, f"its entry in the metadata is invalid ({str(error)[:200]})"))
+            found = TensorEntry(name, "", None, None, "its entry in the metadata is invalid")
+        if isinstance(found, StoredTensor):
+            stored[name] = found
+        else:
+            others.append(found)
+    problems = [*folder.problems, *_of_files(folder, [name for name in places if name not in named])]
+    return _sorted_out(metadata, stored, others, tuple(problems), key)
+
+
+def _metadata(path: Path) -> Record:
+    if path.stat().st_size > LARGEST_PICKLE:
+        raise ValueError(f"it is larger than {LARGEST_PICKLE} bytes")
+    found = unpickled(io.BytesIO(path.read_bytes()), _CLASSES)
+    if not isinstance(found, Record) or found.name not in _METADATA:
+        raise ValueError("it holds no metadata of torch.distributed.checkpoint")
+    return found
+
+
+def _places(data: Any) -> dict[str, dict[Any, list[Record]]]:
+    """For each tensor by the offset of a piece the places of its bytes: more than one is a finding."""
+    found: dict[str, dict[Any, list[Record]]] = {}
+    for index, info in dict(data).items():
+        offset = index.state.get("offset")
+        found.setdefault(str(index["fqn"]), {}).setdefault(None if offset is None else tuple(offset), []).append(info)
+    return found
+
+
+def _tensor(
+    folder: _Folder, name: str, value: Record, places: Mapping[Any, list[Record]]
+) -> StoredTensor | TensorEntry:
+    """One tensor: its pieces cover it exactly, and each lies in a file, or the entry says what is wrong."""
+    if value.name.endswith(".BytesStorageMetadata"):
+        return TensorEntry(name, _OBJECT, None, None, "an object, which is not unpickled")
+    shape, chunks = _naturals(value["size"]), value["chunks"]
+    properties = value["properties"].state
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype, torch.dtype) or len(chunks) > MOST_PIECES:
+        raise ValueError(f"no dtype of torch, or {len(chunks)} pieces")
+    said = str(dtype).removeprefix("torch.")
+    pieces, wrong = [], []
+    for chunk in chunks:
+        offsets, sizes = _naturals(chunk["offsets"]), _naturals(chunk["sizes"])
+        held = places.get(offsets, [])
+        if len(held) > 1:
+            folder.problems.append(Problem("G703", name, f"its piece at {list(offsets)} has {len(held)} places"))
+        if not held:
+            wrong.append(("G702", f"its piece at {list(offsets)} is in no file"))
+        else:
+            pieces.append(_piece(offsets, sizes, held[0]))
+            wrong += list(_piece_wrong(folder, name, pieces[-1], held[0], dtype.itemsize))
+    wrong += list(_uncovered(shape, [(_naturals(c["offsets"]), _naturals(c["sizes"])) for c in chunks]))
+    if prod(shape) * dtype.itemsize > sum(folder.sizes.values()):
+        wrong.append(("G704", f"it claims {prod(shape)} entries, more than the folder holds"))
+    folder.problems += [Problem(code, name, found) for code, found in wrong if code]
+    if wrong:
+        return TensorEntry(name, "", None, None, wrong[0][1], shape=shape, dtype=said)
+    file = pieces[0].file if pieces else ""
+    return StoredTensor(shape, said, partial(_read, folder.path, pieces, shape, dtype), file=file)
+
+
+def _naturals(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        raise ValueError("a size is no list of natural numbers")
+    return tuple(value)
+
+
+def _piece(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Record) -> _Piece:
+    file, (begin, length) = info["relative_path"], _naturals((info["offset"], info["length"]))
+    if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file or file in ("", ".", ".."):
+        raise ValueError(f"it names a file outside its folder: {plain(str(file), longest=80)}")
+    return _Piece(offsets, sizes, file, begin, length)
+
+
+def _piece_wrong(folder: _Folder, name: str, piece: _Piece, info: Record, width: int) -> Iterator[tuple[str, str]]:
+    """(code, what is wrong) with a piece; the code is empty where the file has its own problem."""
+    if piece.file not in folder.sizes:
+        folder.absent[piece.file] += 1
+        yield "", f"its file {plain(piece.file)} is missing"
+        return
+    folder.used.setdefault(piece.file, []).append((piece.begin, piece.end, name))
+    size, wanted = folder.sizes[piece.file], prod(piece.sizes) * width
+    if piece.end > size:
+        yield "G704", f"cut off: the file {plain(piece.file)} ends {piece.end - size} bytes before it does"
+    elif piece.length < wanted:
+        yield "G704", f"{piece.length} bytes are stored for {prod(piece.sizes)} entries, which take {wanted}"
+    elif transforms := info.state.get("transform_descriptors"):
+        yield "", f"its bytes are transformed ({plain(str(transforms), longest=80)}), which is not read"
+
+
+def _uncovered(
+    shape: tuple[int, ...], pieces: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> Iterator[tuple[str, str]]:
+    """Where pieces leave the tensor, overlap, or do not cover it."""
+    for offsets, sizes in pieces:
+        if not len(offsets) == len(sizes) == len(shape):
+            yield "G704", f"a piece has {len(sizes)} dimensions, the tensor {len(shape)}"
+            return
+        if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
+            yield "G704", f"its piece at {list(offsets)} of sizes {list(sizes)} leaves the shape {list(shape)}"
+            return
+    if overlapping := _overlap([piece for piece in pieces if prod(piece[1])]):
+        yield "G704", f"its pieces at {list(overlapping[0])} and {list(overlapping[1])} overlap"
+    elif (missing := prod(shape) - sum(prod(sizes) for _, sizes in pieces)) > 0:
+        yield "G702", f"{missing} of {prod(shape)} entries belong to no piece"
+
+
+def _overlap(pieces: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The offsets of two pieces that overlap: a sweep along the dimension in which most pieces differ."""
+    if len(pieces) < 2:
+        return None
+    dims = range(len(pieces[0][0]))
+    along = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in pieces}), default=None)
+    if along is None:
+        return pieces[0][0], pieces[1][0]  # a number has one piece
+    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offsets, sizes in sorted(pieces, key=lambda piece: piece[0][along]):
+        active = [(o, s) for o, s in active if o[along] + s[along] > offsets[along]]
+        for other, extent in active:
+            if all(o < at + size and at < o + s for o, s, at, size in zip(other, extent, offsets, sizes, strict=True)):
+                return other, offsets
+        active.append((offsets, sizes))
+    return None
+
+
+def _of_files(folder: _Folder, unnamed: list[str]) -> Iterator[Problem]:
+    """Files that are missing or that nothing names, bytes of two pieces or of none, places of tensors that are none."""
+    for file, count in folder.absent.items():
+        pieces = f"{count} piece{'s' if count > 1 else ''}"
+        yield Problem("G702", file, f"the file is missing; the metadata place {pieces} in it")
+    for name in unnamed:
+        yield Problem("G703", name, "has a place in the files, but the metadata name no such tensor")
+    for file, ranges in folder.used.items():
+        reached, last = 0, ""
+        for begin, end, name in sorted(ranges):
+            if begin < reached:
+                yield Problem("G704", name, f"overlaps {plain(last)} in {plain(file)}: bytes belong to both")
+            reached, last = max((reached, last), (end, name))
+    for file, size in folder.sizes.items():
+        if file.endswith(".distcp") and file not in folder.used and size:
+            yield Problem("G705", file, f"the metadata place no tensor in its {size} bytes")
+
+
+def _read(folder: Path, pieces: list[_Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    for piece in pieces:
+        try:
+            archive = Archive(folder / piece.file, piece.begin, piece.length)
+            part = archive.content
+            if not isinstance(part, StoredPart) or part.shape != piece.sizes:
+                raise ValueError(f"the piece at {list(piece.offsets)} is no tensor of sizes {list(piece.sizes)}")
+            if part.dtype != str(dtype).removeprefix("torch."):
+                raise ValueError(f"the piece at {list(piece.offsets)} is of the dtype {part.dtype}")
+            view = whole[tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))]
+            archive.read(part, view)
+        except Exception as error:
+            raise damaged(folder / piece.file, error) from error
+    return whole
+
+
+# --- which tensors are the model's -----------------------------------------------------------------------------------
+
+
+def _sorted_out(
+    metadata: Record,
+    stored: dict[str, StoredTensor],
+    others: list[TensorEntry],
+    problems: tuple[Problem, ...],
+    key: str,
+) -> Opened:
+    """The model's tensors by their names in its state dict, and those of optimizers and other objects beside."""
+    dims = {name: len(tensor.shape) for name, tensor in stored.items()}
+    lost = [entry for entry in others if entry.kind != _OBJECT]
+    dims |= {entry.name: 2 if entry.shape is None else len(entry.shape) for entry in lost}
+    try:
+        nested, names = _nested(metadata, dims, [entry.name for entry in others if entry.kind == _OBJECT])
+        optimizers = list(_optimizers(nested, "", _DEPTH))
+    except Exception as error:  # keys of a hostile file
+        raise damaged(Path(METADATA), error) from error
+    mcore = [name for name in dims if metadata.name == _MCORE and name.startswith(_OF_MCORE)]
+    notes = [f"{len(mcore)} tensors of the optimizer are not weights"] if mcore else []
+    notes += [f"the state of an optimizer, not weights: {listing(optimizers, limit=4)}"] if optimizers else []
+    objects = len(others) - len(lost)
+    notes += [f"objects that are not read: {objects}"] if objects else []
+    try:
+        found = state_in(nested, what="the checkpoint", key=key)
+    except InvalidArgumentError as error:
+        return Opened({}, tuple(lost), tuple(notes), stored, problems, error)
+    owned = {flat: str(word) for word, flat in names[id(found.state)].items()}
+    model = {owned[flat]: tensor for flat, tensor in stored.items() if flat in owned}
+    beside = {flat: tensor for flat, tensor in stored.items() if flat not in owned}
+    lost = [replace(entry, name=owned[entry.name]) for entry in lost if entry.name in owned]
+    problems = tuple(replace(problem, path=owned.get(problem.path, problem.path)) for problem in problems)
+    if found.key:
+        notes.insert(0, f"read from {plain(found.key)!r} of the checkpoint")
+    if found.beside:
+        notes.append(f"not read: {listing([plain(name) for name in found.beside], limit=4)}, of the same checkpoint")
+    return Opened(model, tuple(lost), tuple(notes), beside, problems)
+
+
+def _nested(
+    metadata: Record, dims: Mapping[str, int], objects: list[str]
+) -> tuple[dict[Any, Any], dict[int, dict[Any, str]]]:
+    """The saved mapping with a tensor without values for each tensor, and the names of the tensors by mapping."""
+    paths = metadata.state.get("planner_data")
+    paths = paths if isinstance(paths, dict) else {}
+    nested: dict[Any, Any] = {}
+    names: dict[int, dict[Any, str]] = {id(nested): {}}
+    leaves = [torch.empty((1,) * n, device="meta") for n in range(3)]
+    for name in [*dims, *objects]:
+        if metadata.name == _MCORE and name.startswith(_OF_MCORE):
+            continue
+        path, inner = paths.get(name), nested
+        path = path if isinstance(path, (tuple, list)) and path else (name,)
+        for word in path[:-1]:
+            inner = inner.setdefault(word, {})
+        if path[-1] in inner:
+            raise ValueError(f"two keys of the checkpoint are {plain(name, longest=80)}")
+        inner[path[-1]] = leaves[min(dims[name], 2)] if name in dims else None
+        if name in dims:
+            names.setdefault(id(inner), {})[path[-1]] = name
+    return nested, names
+
+
+def _optimizers(held: dict[Any, Any], at: str, depth: int) -> Iterator[str]:
+    """Remove the states of optimizers from nested mappings; their places."""
+    if {str(word).partition(".")[0] for word in held} == _OPTIMIZER:
+        held.clear()
+        yield at or "the checkpoint itself"
+        return
+    for word, value in held.items():
+        if isinstance(value, dict) and depth:
+            yield from _optimizers(value, f"{at}.{plain(str(word))}".removeprefix("."), depth - 1)

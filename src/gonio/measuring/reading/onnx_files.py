@@ -1,0 +1,252 @@
+"""ONNX models: initialisers, constants and their external data, by the package `onnx`.
+
+Which dimension of a tensor holds the outputs follows from the operators that use it. A file is parsed as a whole, so
+that the tensors in it are in memory together (2 GiB at most, the limit of protobuf); external data are read one by one.
+
+References: onnx/onnx, docs/IR.md, docs/ExternalData.md, docs/Operators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.errors import UnreadableFileError, import_extra, listing
+from gonio.escaping import plain
+from gonio.geometry import Layout
+from gonio.measuring.reading.entry import Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
+from gonio.measuring.reading.state_dicts import Opened, Problem
+
+_LARGEST = 1 << 31  # bytes, of a message of protobuf
+_DTYPES = {
+    "FLOAT": "float32",
+    "DOUBLE": "float64",
+    "FLOAT8E4M3FN": "float8_e4m3fn",
+    "FLOAT8E4M3FNUZ": "float8_e4m3fnuz",
+    "FLOAT8E5M2": "float8_e5m2",
+    "FLOAT8E5M2FNUZ": "float8_e5m2fnuz",
+    "FLOAT8E8M0": "float8_e8m0fnu",
+}
+# The field of the values that are not raw, and how many of its numbers an entry has.
+_FIELDS = {
+    **dict.fromkeys(("float32",), ("float_data", 1)),
+    **dict.fromkeys(("float64",), ("double_data", 1)),
+    **dict.fromkeys(("int64",), ("int64_data", 1)),
+    **dict.fromkeys(("uint32", "uint64"), ("uint64_data", 1)),
+    "complex64": ("float_data", 2),
+    "complex128": ("double_data", 2),
+}
+_PACKED = ("INT4", "UINT4", "INT2", "UINT2", "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2")  # several entries to a byte
+_ALIGNMENT = 1 << 16  # bytes to which runtimes align external data
+_DEPTH = 8  # of operators that pass a weight on
+_UNSAID = "no operator tells which dimension holds its outputs"
+
+
+@dataclass
+class _Reader:
+    """What is found while the tensors of a model are listed.
+
+    Attributes:
+        ranges: of each file of external data (first byte, byte after the last one) → the tensor's name.
+        users: for each value of the graph (operator, number of the input) of those that use it.
+    """
+
+    path: Path
+    onnx: ModuleType
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    others: list[TensorEntry] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    ranges: dict[Path, dict[tuple[int, int], str]] = field(default_factory=dict)
+    users: dict[str, list[tuple[Any, int]]] = field(default_factory=dict)
+
+    def add(self, name: str, tensor: Any) -> None:
+        """A tensor by its header, or why its values cannot be read."""
+        if name in self.stored or any(entry.name == name for entry in self.others):
+            self.problems.append(Problem("G703", name, f"twice in {plain(self.path.name)}"))
+            return
+        kind = self.onnx.TensorProto.DataType.Name(tensor.data_type)
+        dtype, shape = _DTYPES.get(kind, kind.lower()), tuple(tensor.dims)
+        known = None if kind in _PACKED else dtype_named(dtype)
+        said, load, file = "", None, self.path.name
+        if kind == "UNDEFINED" or any(n < 0 for n in shape) or tensor.HasField("segment"):
+            said = f"its type is {kind} and its shape {list(shape)}"
+        elif known is None:
+            reason = "texts are no numbers" if kind == "STRING" else f"its dtype {dtype} is not read"
+            self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
+            return
+        elif tensor.data_location == self.onnx.TensorProto.EXTERNAL:
+            code, said, load, file = self._external(name, tensor, shape, known)
+            if code == "G702":
+                self.problems.append(Problem(code, name, said))
+                self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
+                return
+        else:
+            said, load = self._inside(tensor, shape, known)
+        if said or load is None:
+            self.problems.append(Problem("G704", name, said))
+            self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
+        else:
+            self.stored[name] = StoredTensor(shape, dtype, load, file=file, axes=self._axes(name, shape))
+
+    def _inside(self, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, Any]:
+        size, entries = prod(shape) * dtype.itemsize, prod(shape)
+        if tensor.HasField("raw_data"):
+            held = len(tensor.raw_data)
+            said = "" if held == size else f"{held} bytes are stored for {entries} entries, which take {size}"
+            return said, partial(_from_bytes, tensor, dtype, shape)
+        name, times = _FIELDS.get(str(dtype).removeprefix("torch."), ("int32_data", 1))
+        held = len(getattr(tensor, name))
+        said = "" if held == entries * times else f"{held} numbers are stored for {entries} entries"
+        return said, partial(_from_numbers, self.path, self.onnx, tensor, dtype, shape)
+
+    def _external(
+        self, name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[str, str, Any, str]:
+        """(code, what is wrong, function that reads it, file) of a tensor in another file of the folder."""
+        facts = {entry.key: entry.value for entry in tensor.external_data}
+        location, size = facts.get("location", ""), prod(shape) * dtype.itemsize
+        pure, home = PurePosixPath(location), self.path.parent.resolve()
+        file = (home / pure).resolve() if location and "\0" not in location else home
+        if pure.is_absolute() or ".." in pure.parts or "\\" in location or home not in file.parents:
+            return "G704", f"its values are outside the folder: {plain(location, longest=80)}", None, ""
+        if not file.is_file():
+            return "G702", f"its file {plain(location, longest=80)} is missing", None, ""
+        offset, length = facts.get("offset", "0"), facts.get("length", str(size))
+        if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in (offset, length)):
+            return "G704", "its offset or length is no natural number", None, ""
+        begin, held = int(offset), file.stat().st_size
+        self.ranges.setdefault(file, {}).setdefault((begin, begin + size), name)
+        if int(length) != size:
+            return "G704", f"{int(length)} bytes are stored for {prod(shape)} entries, which take {size}", None, ""
+        if begin + size > held:
+            return "G704", f"cut off: {plain(file.name)} ends {begin + size - held} bytes before it does", None, ""
+        said = str(dtype).removeprefix("torch.")
+        return "", "", partial(read_tensor, file, begin, size, said, shape), file.name
+
+    # --- axes --------------------------------------------------------------------------------------------------------
+
+    def _axes(self, name: str, shape: tuple[int, ...]) -> Axes:
+        if len(shape) < 2:
+            return Axes(reason="a vector" if shape else "a single number")
+        found = list(self._uses(name, tuple(range(len(shape))), _DEPTH))
+        if not found or any(axes != found[0] for axes in found) or found[0].order is None:
+            users = sorted({node.op_type for node, _ in self.users.get(name, [])})
+            used = f" (used by {listing([plain(user) for user in users], limit=4)})" if users else ""
+            return Axes(reason=f"{_UNSAID}{used}")
+        return found[0]
+
+    def _uses(self, name: str, dims: tuple[int, ...], depth: int) -> Iterator[Axes]:
+        """What each operator that uses a weight says; `dims` are its stored dimensions in the order there."""
+        for node, number in self.users.get(name, []):
+            facts = {fact.name: fact for fact in node.attribute} if node.domain in ("", "ai.onnx") else None
+            if facts is not None and node.op_type in ("Identity", "Cast", "Transpose") and depth and node.output:
+                turned = facts["perm"].ints if "perm" in facts else range(len(dims))[::-1]
+                turned = turned if node.op_type == "Transpose" else range(len(dims))
+                if sorted(turned) == list(range(len(dims))):
+                    yield from self._uses(node.output[0], tuple(dims[dim] for dim in turned), depth - 1)
+                    continue
+            yield Axes() if facts is None else _of_operator(node.op_type, number, dims, facts)
+
+
+def _of_operator(operator: str, number: int, dims: tuple[int, ...], facts: dict[str, Any]) -> Axes:
+    """What an operator says of the dimensions of its weight (docs/Operators.md of ONNX)."""
+    group = max(int(facts["group"].i), 1) if "group" in facts else 1
+    match operator, number, len(dims):
+        case "Gemm", 1, 2:
+            straight = "transB" in facts and facts["transB"].i != 0
+            return _matrix(dims if straight else dims[::-1])
+        case "MatMul", 1, 2:
+            return _matrix(dims[::-1])
+        case "MatMul", 0, 2:
+            return _matrix(dims)
+        case "Gather", 0, 2 if "axis" not in facts or facts["axis"].i == 0:
+            return _matrix(dims)
+        case "Conv", 1, n if n > 2:
+            return Axes(dims, f"{n - 2}-d convolution", Layout(groups=group))
+        case "ConvTranspose", 1, n if n > 2:
+            return Axes(dims, f"transposed {n - 2}-d convolution", Layout(transposed=True, groups=group))
+    return Axes()
+
+
+def _matrix(order: tuple[int, ...]) -> Axes:
+    # One kind, because an embedding may be the matrix of the last layer too, with the same rows.
+    notes = () if order == (0, 1) else ("stored with its inputs first",)
+    return Axes(order, "linear or embedding", Layout(), notes=notes)
+
+
+def open_onnx(path: Path) -> Opened:
+    """The tensors of an ONNX model; external data are not read yet.
+
+    Raises:
+        UnreadableFileError: if the file is no model of ONNX.
+        MissingExtraError: if the package `onnx` is not installed.
+    """
+    onnx = import_extra("onnx", "reading ONNX models", package="onnx", extra="onnx")
+    import_extra("onnx.numpy_helper", "reading ONNX models", package="onnx", extra="onnx")
+    if path.stat().st_size > _LARGEST:
+        said = f"it is larger than {_LARGEST} bytes, the limit of protobuf"
+        raise UnreadableFileError(str(path), said, "Save it with external data.")
+    try:
+        model = onnx.ModelProto.FromString(path.read_bytes())
+        if not model.HasField("graph") or not model.ir_version:
+            raise ValueError("it holds no graph of ONNX")
+        reader = _Reader(path, onnx)
+        for node in model.graph.node:
+            for number, name in enumerate(node.input):
+                reader.users.setdefault(name, []).append((node, number))
+        for name, tensor in _tensors(model, reader):
+            reader.add(name, tensor)
+    except Exception as error:  # of protobuf, and those that a hostile model provokes
+        raise damaged(path, error) from error
+    for file, ranges in reader.ranges.items():
+        ends = sorted((begin, end, name) for (begin, end), name in ranges.items() if begin < end)
+        reader.problems += gaps(ends, file.stat().st_size, file.name, alignment=_ALIGNMENT)
+    return Opened(reader.stored, tuple(reader.others), problems=tuple(reader.problems))
+
+
+def _tensors(model: Any, reader: _Reader) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of all graphs and functions; those of inner ones by the name of the node that holds them."""
+    stack: list[tuple[str, Any]] = [("", model.graph)]
+    stack += [(f"{function.name}.", function) for function in model.functions]
+    for number, info in enumerate(model.training_info):
+        stack += [(f"training_info.{number}.{part}.", getattr(info, part)) for part in ("initialization", "algorithm")]
+    while stack:
+        prefix, graph = stack.pop()
+        for tensor in getattr(graph, "initializer", ()):
+            yield f"{prefix}{tensor.name}", tensor
+        for sparse in getattr(graph, "sparse_initializer", ()):
+            entry = TensorEntry(f"{prefix}{sparse.values.name}", "", None, None, "sparse: filters are not stored whole")
+            reader.others.append(entry)
+        for number, node in enumerate(graph.node):
+            own = f"{prefix}{node.name or f'{node.op_type}_{number}'}"
+            for fact in node.attribute:
+                constant = node.op_type == "Constant" and fact.name == "value" and node.output
+                if fact.HasField("t"):
+                    yield (f"{prefix}{node.output[0]}" if constant else f"{own}.{fact.name}"), fact.t
+                yield from ((f"{own}.{fact.name}.{i}", tensor) for i, tensor in enumerate(fact.tensors))
+                inner = [*([fact.g] if fact.HasField("g") else []), *fact.graphs]
+                stack += [(f"{own}.{fact.name}.{i}.", one) for i, one in enumerate(inner)]
+
+
+def _from_bytes(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    raw = torch.frombuffer(bytearray(tensor.raw_data) or bytearray(dtype.itemsize), dtype=torch.uint8)
+    return raw[: prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _from_numbers(path: Path, onnx: ModuleType, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    try:
+        raw = onnx.numpy_helper.to_array(tensor).tobytes()
+        if len(raw) != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(raw)} bytes for {prod(shape)} entries")
+    except Exception as error:
+        raise damaged(path, error) from error
+    return torch.frombuffer(bytearray(raw) or bytearray(dtype.itemsize), dtype=dtype)[: prod(shape)].reshape(shape)

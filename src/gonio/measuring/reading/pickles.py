@@ -1,0 +1,290 @@
+"""Pickles read as data: of a closed list of classes an inert record is made, and nothing is called.
+
+Python's own unpickler in Python (`pickle._Unpickler`) with a closed list of opcodes. The one in C allocates what a
+pickle of a few bytes claims. `REDUCE`, `NEWOBJ` and `BUILD` here make and fill records, so that no class of the list
+has to be imported, and none of its methods runs.
+
+An archive of torch is such a pickle and the bytes of its storages; it is read from any part of a file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import torch
+from torch import Tensor
+
+from gonio.escaping import plain
+from gonio.measuring.reading.safetensors_files import read_tensor
+
+_OPCODES = (  # noqa: SIM905
+    "PROTO FRAME STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "SHORT_BINBYTES BINBYTES EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET MARK TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND "
+    "APPENDS SETITEM SETITEMS ADDITEMS FROZENSET BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL"
+).split()
+LARGEST_PICKLE = 1 << 30  # bytes; the metadata of a million pieces of tensors has 200 MB
+_CONTAINERS = {"collections.OrderedDict": dict, "builtins.set": set, "builtins.frozenset": frozenset}
+_TENSOR = "torch._utils._rebuild_tensor_v2"
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+STORAGES = {
+    "torch.DoubleStorage": "float64",
+    "torch.FloatStorage": "float32",
+    "torch.HalfStorage": "float16",
+    "torch.LongStorage": "int64",
+    "torch.IntStorage": "int32",
+    "torch.ShortStorage": "int16",
+    "torch.CharStorage": "int8",
+    "torch.ByteStorage": "uint8",
+    "torch.BoolStorage": "bool",
+    "torch.BFloat16Storage": "bfloat16",
+    "torch.storage.UntypedStorage": "uint8",
+}
+OF_TORCH = frozenset({*STORAGES, *_CONTAINERS, *_PARAMETERS, _TENSOR, "torch.Size", "torch.device"})
+
+
+@dataclass(frozen=True)
+class _Class:
+    """The name of a class or function on the closed list, in the place of the object itself."""
+
+    name: str
+
+
+@dataclass(eq=False)
+class Record:
+    """What a pickle says of an object: the name of its class, the arguments and the state."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __getitem__(self, key: str) -> Any:
+        """An attribute of the object."""
+        if not isinstance(self.state, dict) or key not in self.state:
+            raise ValueError(f"an object of {self.name} has no attribute {key}")
+        return self.state[key]
+
+
+class _Unpickler(pickle._Unpickler):
+    """The unpickler of opcodes that make plain data."""
+
+    stack: list[Any]
+    append: Callable[[Any], None]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        getattr(pickle, code)[0]: pickle._Unpickler.dispatch[getattr(pickle, code)[0]] for code in _OPCODES
+    }
+
+    def __init__(self, file: BinaryIO, allowed: Collection[str]) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        known = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(known, (torch.dtype, torch.layout)):
+            return known
+        if full not in self._allowed:
+            raise pickle.UnpicklingError(f"it holds an object of {plain(full, longest=200)}")
+        return _Class(full)
+
+    def made(self) -> None:
+        """`REDUCE` and `NEWOBJ`."""
+        args = self.stack.pop()
+        made = self.stack[-1]
+        if not isinstance(made, _Class) or not isinstance(args, tuple):
+            raise pickle.UnpicklingError("it calls what is no class of the list")
+        if made.name == "torch.Size":
+            self.stack[-1] = tuple(args[0])
+        elif made.name in _CONTAINERS:
+            self.stack[-1] = _CONTAINERS[made.name](*args)
+        elif made.name in _PARAMETERS and args and isinstance(args[0], (StoredPart, Record)):
+            self.stack[-1] = args[0]
+        elif made.name == _TENSOR:
+            self.stack[-1] = StoredPart.of(args)
+        else:
+            self.stack[-1] = Record(made.name, args)
+
+    def filled(self) -> None:
+        """`BUILD`."""
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Record):
+            self.stack[-1].state = state
+        elif not isinstance(self.stack[-1], dict):  # an OrderedDict may carry attributes, which are not read
+            raise pickle.UnpicklingError("it changes what is no object of the list")
+
+    def stored(self) -> None:
+        """`BINPERSID`: ("storage", class, key, location, entries)."""
+        word, kind, key, _, _ = self.stack.pop()
+        if word != "storage" or not isinstance(kind, _Class) or kind.name not in STORAGES or not isinstance(key, str):
+            raise pickle.UnpicklingError("it names a storage that is none of torch")
+        self.append((STORAGES[kind.name], key))
+
+    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = made
+    dispatch[pickle.BUILD[0]] = filled
+    dispatch[pickle.BINPERSID[0]] = stored
+
+
+def unpickled(file: BinaryIO, allowed: Collection[str]) -> Any:
+    """The content of a pickle as plain data and records.
+
+    Raises:
+        Exception: almost any for a damaged or hostile pickle, never with an effect.
+    """
+    return _Unpickler(file, allowed).load()
+
+
+# --- archives of torch -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A tensor of an archive: the storage that holds it, and its place there in entries."""
+
+    dtype: str
+    key: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> StoredPart:
+        (dtype, key), offset, shape, strides = args[:4]
+        if any(type(n) is not int or n < 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
+            raise ValueError("a tensor's place is no list of natural numbers")
+        return cls(dtype, key, offset, tuple(shape), tuple(strides))
+
+    @property
+    def itemsize(self) -> int:
+        return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def reach(self) -> int:
+        """The byte of the storage after the last one that is used."""
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return (self.offset + last + 1) * self.itemsize if prod(self.shape) else 0
+
+    @property
+    def contiguous(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass
+class Archive:
+    """An archive that `torch.save` wrote, in a part of a file.
+
+    Attributes:
+        content: what was saved, with a :class:`StoredPart` for each tensor.
+    """
+
+    path: Path
+    begin: int = 0
+    length: int | None = None
+    allowed: Collection[str] = OF_TORCH
+    content: Any = None
+    _records: dict[str, zipfile.ZipInfo] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = self.path.stat().st_size
+        end = size if self.length is None else self.begin + self.length
+        if not 0 <= self.begin <= end <= size:
+            raise ValueError(f"the file ends {end - size} bytes before this part does")
+        with self.path.open("rb") as file, zipfile.ZipFile(FilePart(file, self.begin, end - self.begin)) as archive:
+            infos = archive.infolist()
+            if any(i.compress_type != zipfile.ZIP_STORED or not 0 <= i.file_size <= end - self.begin for i in infos):
+                raise ValueError("its archive unfolds to more than its size, as none of torch.save does")
+            home = next((i.filename.removesuffix("data.pkl") for i in infos if i.filename.endswith("data.pkl")), None)
+            if home is None:
+                raise ValueError("it is no archive of torch.save")
+            self._records = {info.filename.removeprefix(f"{home}data/"): info for info in infos}
+            order = next((archive.read(info) for info in infos if info.filename == f"{home}byteorder"), b"little")
+            if order != b"little":
+                raise ValueError("its numbers are stored with the highest byte first")
+            self.content = unpickled(io.BytesIO(archive.read(f"{home}data.pkl")), self.allowed)
+
+    def holds(self, part: StoredPart) -> bool:
+        """Whether a tensor's record has its bytes, and it has no more entries than they are."""
+        info = self._records.get(part.key)
+        return info is not None and part.reach <= info.file_size and part.bytes <= info.file_size
+
+    def entries(self, part: StoredPart) -> Tensor:
+        """The entries of a tensor in a row, read from their place; the record's checksum is not compared."""
+        info = self._records[part.key]
+        if not part.contiguous:
+            found = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
+            self.read(part, found)
+            return found.reshape(-1)
+        with self.path.open("rb") as file:
+            begin = record_start(file, info, self.begin) + part.offset * part.itemsize
+        return read_tensor(self.path, begin, part.bytes, part.dtype, (prod(part.shape),))
+
+    def read(self, part: StoredPart, target: Tensor) -> None:
+        """Fill a tensor of the same shape and dtype, and compare the record with its checksum."""
+        info = self._records.get(part.key)
+        if info is None:
+            raise ValueError(f"its archive lacks the record {plain(part.key, longest=40)}")
+        if part.reach > info.file_size:
+            raise ValueError(f"a tensor takes {part.reach} bytes, of which {info.file_size} are stored")
+        whole = part.contiguous and target.is_contiguous() and part.bytes == info.file_size
+        raw = target.reshape(-1).view(torch.uint8) if whole else torch.empty(info.file_size, dtype=torch.uint8)
+        view, done, found = raw.numpy().data, 0, 0
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(record_start(file, info, self.begin))
+            while done < info.file_size:
+                got = file.readinto(view[done : done + (1 << 22)])
+                if not got:
+                    raise EOFError("it ends before this tensor does")
+                found = zlib.crc32(view[done : done + got], found)
+                done += got
+        if info.CRC and found != info.CRC:  # 0 where torch was told to write none
+            raise ValueError("its bytes differ from their checksum")
+        if not whole:
+            target.copy_(raw.view(getattr(torch, part.dtype)).as_strided(part.shape, part.strides, part.offset))
+
+
+def record_start(file: BinaryIO, info: zipfile.ZipInfo, begin: int = 0) -> int:
+    """The byte at which a record begins: after its local header, its name and its extra field."""
+    file.seek(begin + info.header_offset + 26)
+    return begin + info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+
+
+class FilePart(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
+        self._file, self._begin, self._length, self._at = file, begin, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        if self._at < 0:
+            raise OSError("a place before the beginning")
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        size = max(min(len(target), self._length - self._at), 0)
+        self._file.seek(self._begin + self._at)
+        got = self._file.readinto(memoryview(target)[:size])  # type: ignore[attr-defined]
+        self._at += got
+        return int(got)
