@@ -114,6 +114,7 @@ OTHERS = {  # that take more than one array of filters; each with its arrays alo
         (seeded(6, 8), seeded(6, 8, seed=1)),
     ),
     "least_scale": (lambda a, b: G.least_scale([a, b]), (seeded(3, 4), seeded(5, 3))),
+    "logit_bound": (G.logit_bound, (seeded(2, 4, 6), seeded(1, 4, 6, seed=1))),
     "match": (lambda a, b: G.match(a, b).cosines, (seeded(5, 8), seeded(5, 8, seed=1))),
     "matrix_view": (G.matrix_view, (KERNEL,)),
     "normalize": (G.normalize, (KERNEL,)),

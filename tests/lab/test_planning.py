@@ -137,7 +137,7 @@ def test_a_rule_that_takes_nothing_is_found_here_with_file_and_line(tmp_path: Pa
         ({"recipes": ["scale-shift"] * 2}, InvalidArgumentError, "found scale-shift more than once"),
         ({"recipes": ["scale-shif"]}, UnknownNameError, r"named 'scale-shif'. Did you mean scale-shift"),
         ({"task": "digit"}, UnknownNameError, "no task named 'digit'"),
-        ({"model": "digits"}, UnknownNameError, "no model named 'digits'. Did you mean digits-cnn"),
+        ({"model": "digits"}, UnknownNameError, "no model named 'digits'. Did you mean .*digits-cnn"),
         ({"sesoi": -1.0}, InvalidArgumentError, "sesoi must be a positive number; found -1.0"),
         ({"training": TrainingConfig(epochs=0, batch_size=1, lr=1)}, InvalidArgumentError, "epochs must be a posit"),
         (

@@ -30,6 +30,7 @@ ALLOWED = {
     "first tick": ONCE,
     "step": ONCE,  # the first for the geometry of a convolution
     "evaluation": ONCE,
+    "add_grads_": {"conv_orthogonality.py _symbols"},  # kept for real tensors, of which a fake one has no copy
     "values": {"penalty.py <dictcomp>", "penalty.py values"},
     "measurement": {"blocks.py count_nonfinite", "tensor.py _filters", "entry.py are_sinusoids", "entry.py fits"},
 }  # by phase; in all others nothing

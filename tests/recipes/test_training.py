@@ -92,7 +92,10 @@ def test_they_are_part_of_the_hash(old: str, new: str) -> None:
         ({"optimizer": {"use": "adamw", "decay": "some"}}, r"optimizer\.decay: found 'some'; expected 'all' or"),
         ({"hold": [{"norm": "matrix"}]}, r"hold: must be a mapping such as \{where: …"),
         ({"hold": {"nrom": "matrix"}}, r"hold\.nrom: hold_ has no option 'nrom'\. Did you mean norm\?"),
-        ({"hold": {"norm": "rows"}}, r"hold\.norm: found 'rows'; expected 'matrix', 'filters' or 'columns'"),
+        (
+            {"hold": {"norm": "rows"}},
+            r"hold\.norm: found 'rows'; expected 'matrix', 'spectral', 'filters' or 'col",
+        ),
         ({"hold": {"radius": -1.0}}, r"radius=\) is 'initial' or a positive number; found -1\.0"),
         ({"hold": {"magnitude": "learned"}}, r"magnitude='learned'\) holds filters"),
         ({"hold": {"where": "re:("}}, r"hold\.where: "),

@@ -112,9 +112,9 @@ class Arm(BaseModel):
         redraw: draw other random numbers than the other arms, for a control.
 
     Example:
-        >>> arm = gonio.lab.claims.load_claim("som-spread").quick.arms[1]
-        >>> arm.name, [rule.use for rule in arm.built_recipe.penalty]
-        ('self-orthogonality', ['SelfOrthogonality'])
+        >>> arm = gonio.lab.claims.load_claim("som-spread").full.arms[1]
+        >>> arm.name, arm.side, [rule.use for rule in arm.built_recipe.penalty]
+        ('self-orthogonality-0.01', 'self-orthogonality', ['SelfOrthogonality'])
     """
 
     model_config = _CLOSED
@@ -156,7 +156,7 @@ class Experiment(BaseModel):
         seeds: number of paired seeds.
 
     Example:
-        >>> gonio.lab.claims.load_claim("som-spread").quick.decisive
+        >>> gonio.lab.claims.load_claim("som-spread").full.decisive
         {'self-orthogonality': 1.0, 'plain': -1.0}
     """
 
@@ -299,8 +299,8 @@ def load_claim(source: str | Path) -> Claim:
 
     Example:
         >>> claim = gonio.lab.claims.load_claim("som-spread")
-        >>> claim.seed, claim.direction, [arm.name for arm in claim.quick.arms]
-        ('000', 'smaller', ['plain', 'self-orthogonality'])
+        >>> claim.seed, claim.direction, claim.full.sides
+        ('000', 'smaller', ('plain', 'self-orthogonality'))
     """
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):

@@ -73,8 +73,8 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
 
     Example:
         >>> plan = gonio.lab.claims.plan_claim(gonio.lab.claims.load_claim("som-spread"))
-        >>> plan.measure.name, [entry.name for entry in plan.recipes], len(plan.seeds)
-        ('angle_spread', ['plain', 'self-orthogonality'], 10)
+        >>> plan.measure.name, [entry.name for entry in plan.recipes][-3:], len(plan.seeds)
+        ('angle_spread', ['self-orthogonality-1', 'again', 'longer'], 14)
     """
     options = options or ClaimOptions()
     setting = claim.setting(full=options.full)
@@ -176,7 +176,7 @@ def try_claims(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     found = gonio.lab.claims.try_claims(claims, folder, options=options, jobs=2)
         >>> found.headline
-        '1 claim tried on this machine: 1 reproduced'
+        '1 claim tried on this machine: identities: 1 holds'
     """
     options, watcher = options or ClaimOptions(), watcher or Quiet()
     plans = {claim.name: plan_claim(claim, options) for claim in claims if claim.budget != "none"}

@@ -1,10 +1,11 @@
-"""The reader of each kind of file that is neither an index nor a checkpoint of torch, by the ending of its name."""
+"""The reader of each kind of file that is no index, by the ending of its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.flax_files import open_flax
 from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.hdf5_files import open_hdf5
@@ -12,7 +13,7 @@ from gonio.measuring.reading.numpy_files import stored_in_numpy
 from gonio.measuring.reading.onnx_files import open_onnx
 from gonio.measuring.reading.safetensors_files import stored_in_safetensors
 from gonio.measuring.reading.state_dicts import Opened
-from gonio.measuring.reading.torch_files import SUFFIXES
+from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
 
 OTHERS: dict[str, Callable[[Path], Opened]] = {
     ".safetensors": lambda path: Opened(stored_in_safetensors(path)),
@@ -23,3 +24,24 @@ OTHERS: dict[str, Callable[[Path], Opened]] = {
     ".npz": lambda path: Opened(stored_in_numpy(path)),
 }
 KINDS = (".safetensors", ".safetensors.index.json", *SUFFIXES, *(kind for kind in OTHERS if kind != ".safetensors"))
+
+
+def open_single(path: Path, key: str = "") -> Opened:
+    """The tensors of one file that is no index.
+
+    Args:
+        key: of one state dict of several in a checkpoint of torch.
+
+    Raises:
+        UnreadableFileError: its kind is not known, or it is damaged.
+        InvalidArgumentError: a key, but the file is not of torch.
+    """
+    if path.suffix in SUFFIXES:
+        return open_torch(path, key)
+    if path.suffix not in OTHERS:
+        raise UnreadableFileError(
+            str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {', '.join(KINDS)}."
+        )
+    if key:
+        raise InvalidArgumentError("a key names a state dict in a checkpoint of torch", path.name, "Leave the key out.")
+    return OTHERS[path.suffix](path)

@@ -11,9 +11,8 @@ from typing import Any
 from gonio.errors import GonioError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.measuring.reading.kinds import OTHERS
+from gonio.measuring.reading.kinds import open_single
 from gonio.measuring.reading.state_dicts import Opened
-from gonio.measuring.reading.torch_files import open_torch
 
 LARGEST_INDEX = 100 << 20  # bytes; the index of a model of a million tensors is smaller
 PART = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
@@ -50,7 +49,7 @@ def _shard(path: Path) -> dict[str, StoredTensor] | str:
     if not path.is_file():
         return f"its shard {plain(path.name)} is missing"
     try:
-        return OTHERS[path.suffix](path).stored if path.suffix in OTHERS else open_torch(path).stored
+        return open_single(path).stored
     except GonioError as error:
         return f"its shard {plain(path.name)} cannot be read: {error}"
 

@@ -33,12 +33,12 @@ from gonio.measuring.reading.entry import (
     stores_inputs_first,
 )
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
-from gonio.measuring.reading.kinds import KINDS, OTHERS
+from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
-from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
+from gonio.measuring.reading.torch_files import SUFFIXES
 from gonio.measuring.reading.zero_files import is_zero, open_zero
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
@@ -265,16 +265,7 @@ def open_file(path: Path, key: str = "") -> Opened:
         return open_distributed(path, key) if is_distributed(path) else open_zero(path)
     if not path.is_file():
         raise absent(path)
-    if path.suffix in SUFFIXES:
-        return open_torch(path, key)
-    if key and path.suffix in OTHERS:
-        do = "Leave the key out."
-        raise InvalidArgumentError("a key names a state dict in a checkpoint of torch", path.name, do)
-    if path.name.endswith(".index.json"):
-        return open_shards(path)
-    if path.suffix in OTHERS:
-        return OTHERS[path.suffix](path)
-    raise UnreadableFileError(str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {', '.join(KINDS)}.")
+    return open_shards(path) if path.name.endswith(".index.json") else open_single(path, key)
 
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
