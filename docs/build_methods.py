@@ -175,7 +175,8 @@ def _tally(found: dict[str, ClaimResult]) -> str:
         ("field scope", "实际规模"),
     ):
         text = text.replace(f"{english}: ", f"{own}：")
-    return CHINESE.say(re.sub(r"(\d+) ", r"\1 条", text).replace("; ", "；").replace(", ", "，"))
+    said = re.sub(r"(\d+) ([a-z][a-z ]*)", lambda found: f"{found[1]} 条{committed.CHINESE[found[2]]}", text)
+    return said.replace("; ", "；").replace(", ", "，")
 
 
 def _costs(cases: tuple[str, ...], language: Language) -> str:

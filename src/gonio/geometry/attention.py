@@ -64,6 +64,7 @@ def logit_bound(
     Source: derived here; the product form of Kim et al., "The Lipschitz constant of self-attention", ICML 2021, has no
         bound for inputs without a norm.
     """
+    query, key = as_real(query), as_real(key)
     _check(query, key, norm, query_gain, key_gain)
     heads, size, width = query.shape
     s = size**-0.5 if scale is None else scale

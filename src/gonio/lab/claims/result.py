@@ -125,14 +125,16 @@ class ClaimResults:
 
 
 def tally(found: Sequence[ClaimResult]) -> str:
-    """The verdicts by scope, e.g. `3 of identities (3 holds), 2 of small scope (1 seen, 1 undecided)`."""
+    """The verdicts by scope, e.g. `identities: 3 hold; small scope: 1 seen, 1 undecided`."""
     parts = []
     for scope, name in (("identity", "identities"), ("mechanism", "mechanisms"), ("small", "small scope"),
                         ("field", "field scope")):  # fmt: skip
         of = [one for one in found if one.claim.scope == scope]
         order = {WORDS[scope].get(verdict, verdict): None for verdict in VERDICTS}
         counts = Counter(one.verdict for one in of)
-        listed = ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
+        plural = {"holds": "hold", "fails": "fail"}
+        named = {word: plural.get(word, word) if counts[word] > 1 else word for word in order}
+        listed = ", ".join(f"{counts[word]} {said}" for word, said in named.items() if counts[word])
         parts += [f"{name}: {listed}"] if of else []
     return "; ".join(parts)
 
