@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -81,6 +81,7 @@ def fuzz(source: Path, file: Path, times: int, *, memory: int = 400) -> int:
 
     Any error but gonio's own fails the test, and so does more than `memory` MB beyond that of before.
     """
+    resource = pytest.importorskip("resource", reason="only POSIX counts the memory of a process")
     raw, named = file.read_bytes(), 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for data in changed(raw, times):

@@ -285,3 +285,15 @@ def test_l2_is_the_weight_decay_of_sgd() -> None:
     for parameter, decay in ((penalised, 0.0), (decayed, 0.3)):
         torch.optim.SGD([parameter], lr=0.1, weight_decay=decay).step()
     torch.testing.assert_close(penalised, decayed, **exact(DOUBLE))
+
+
+def test_the_frequencies_of_a_convolution_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on an accelerator copies none of them: the second evaluation finds those of the first."""
+    from gonio.regularizers import conv_orthogonality
+
+    weight = seeded(4, 3, 3, 2)
+    monkeypatch.setattr(conv_orthogonality, "_WAVES", {})
+    first = R.ConvOrthogonality(1.0).value(weight)
+    assert len(conv_orthogonality._WAVES) == 1
+    monkeypatch.setattr(conv_orthogonality, "_waves", lambda *_: pytest.fail("they were computed again"))
+    assert torch.equal(R.ConvOrthogonality(1.0).value(weight), first)

@@ -93,9 +93,18 @@ class ClaimResult:
         seeds = sorted({seed for _, seed in scores} - {*CHOICE_SEEDS})
         return contrasts(scores, self.contrast, seeds) if self.setting else {}
 
+    @property
+    def judged_seeds(self) -> ClaimResult:
+        """The same result without the runs that choose a dose."""
+        kept = [
+            {arm: {seed: score for seed, score in of.items() if seed not in CHOICE_SEEDS} for arm, of in found.items()}
+            for found in (self.runs.scores, self.runs.reached)
+        ]
+        return replace(self, runs=replace(self.runs, scores=kept[0], reached=kept[1]))
+
     def mean(self, arm: str) -> float | None:
         """Mean score of an arm over the judged seeds."""
-        found = [score for seed, score in self.scores.get(arm, {}).items() if seed not in CHOICE_SEEDS]
+        found = [*self.judged_seeds.scores.get(arm, {}).values()]
         return statistics.fmean(found) if found else None
 
 

@@ -194,7 +194,8 @@ def claimed_text(claim: Claim) -> str:
 
 def arm_table(found: ClaimResult) -> TextTable:
     """Mean and range of each arm's scores, and the task's score beside another quantity; judged arms are marked."""
-    aside = {} if found.runs.reached == found.scores else found.runs.reached
+    judged = found.judged_seeds.runs
+    aside = {} if judged.reached == judged.scores else judged.reached
     rows = [
         (
             f"{arm} (judged)" if arm in found.contrast and len(found.scores) > 2 else arm,
@@ -202,7 +203,7 @@ def arm_table(found: ClaimResult) -> TextTable:
             *((f"{statistics.fmean(aside[arm].values()):.4g}" if aside.get(arm) else "–",) if aside else ()),
             f"{min(values.values()):.4g} to {max(values.values()):.4g}",
         )
-        for arm, values in found.scores.items()
+        for arm, values in judged.scores.items()
         if values
     ]
     mean = f"mean, {found.unit}" if found.unit else "mean"

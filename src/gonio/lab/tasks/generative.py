@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +29,11 @@ def _images() -> tuple[Tensor, Tensor]:
     return torch.tensor(data.images, dtype=torch.float32)[order, None] / 16, torch.tensor(data.target)[order]
 
 
-def _splits(images: Tensor) -> list[Split]:
-    parts = images.tensor_split((_TRAIN, _VALIDATION))
-    return [Split(part, part) for part in parts]
+def _task(name: str, **options: Any) -> Task:
+    """A task whose targets are the images themselves, and whose model has its name."""
+    parts = _images()[0].tensor_split((_TRAIN, _VALIDATION))
+    train, validation, test = (Split(part, part) for part in parts)
+    return Task(name=name, train=train, validation=validation, test=test, model=name, sizes={}, **options)
 
 
 @built_in
@@ -50,14 +53,8 @@ def digits_gan() -> Task:
     References:
         M. Heusel et al., "GANs trained by a two time-scale update rule", arXiv 1706.08500, §3.
     """
-    train, validation, test = _splits(_images()[0])
-    return Task(
-        name="digits-gan",
-        train=train,
-        validation=validation,
-        test=test,
-        model="digits-gan",
-        sizes={},
+    return _task(
+        "digits-gan",
         training=TrainingConfig(epochs=60, batch_size=50, lr=1e-3, optimizer="adamw", weight_decay=0.0,
                                 betas=(0.5, 0.999), schedule="constant"),
         sesoi=1.0,
@@ -78,14 +75,8 @@ def digits_vae() -> Task:
         >>> len(task.train), task.metric.direction
         (1000, 'min')
     """
-    train, validation, test = _splits(_images()[0])
-    return Task(
-        name="digits-vae",
-        train=train,
-        validation=validation,
-        test=test,
-        model="digits-vae",
-        sizes={},
+    return _task(
+        "digits-vae",
         training=TrainingConfig(epochs=20, batch_size=50, lr=3e-3, optimizer="adamw", weight_decay=0.0),
         sesoi=0.2,
         metric=Metric("negative ELBO", lambda outputs, targets: float(negative_elbo(outputs, targets)), "min", "nats"),

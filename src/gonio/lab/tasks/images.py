@@ -339,8 +339,7 @@ def fashion_mnist(folder: str = FASHION_FOLDER) -> Task:
     References:
         H. Xiao et al., "Fashion-MNIST", 2017, arXiv 1708.07747.
     """
-    images, labels = _numbers(folder, "train-images-idx3-ubyte"), _numbers(folder, "train-labels-idx1-ubyte")
-    tested, answers = _numbers(folder, "t10k-images-idx3-ubyte"), _numbers(folder, "t10k-labels-idx1-ubyte")
+    images, labels, tested, answers = _fashion_files(folder)
     order = torch.randperm(len(labels), generator=generator(0, "fashion-mnist"))
     train, validation = order[: _FASHION_TRAIN + _FASHION_VALIDATION].tensor_split((_FASHION_TRAIN,))
     return Task(
@@ -369,8 +368,7 @@ def fashion_mnist_full(folder: str) -> Task:
     References:
         H. Xiao et al., "Fashion-MNIST", 2017, arXiv 1708.07747.
     """
-    images, labels = _numbers(folder, "train-images-idx3-ubyte"), _numbers(folder, "train-labels-idx1-ubyte")
-    tested, answers = _numbers(folder, "t10k-images-idx3-ubyte"), _numbers(folder, "t10k-labels-idx1-ubyte")
+    images, labels, tested, answers = _fashion_files(folder)
     order = torch.randperm(len(labels), generator=generator(0, "fashion-mnist-full"))
     validation, train = order.tensor_split((len(labels) // 12,))
     return Task(
@@ -386,6 +384,12 @@ def fashion_mnist_full(folder: str) -> Task:
         threat=AttackConfig(epsilon=0.05, low=0.0, high=1.0),
         notes=("All images of Fashion-MNIST at their own size; a twelfth of the training images validates.",),
     )
+
+
+def _fashion_files(folder: str) -> list[Tensor]:
+    """Images and labels of the training and of the test part."""
+    parts = ((part, kind) for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+    return [_numbers(folder, f"{part}-{kind}-ubyte") for part, kind in parts]
 
 
 def _whole(images: Tensor, labels: Tensor) -> Split:
