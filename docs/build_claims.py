@@ -81,9 +81,9 @@ _CORRECTIONS = (
 )
 _NOTES = {
     "003": "The same operators are compared in [another study](../howto/decoupled-evidence.md), which trains 1,297 "
-    "digits for 252 steps of Adam with the cosine, at one learning rate. `operator-grid` trains 200 digits by SGD, with "
-    "the rate of each operator tuned, and averages over three angular functions; `bounded-operators` trains Fashion-MNIST. "
-    "`decoupled-robust` counts the most harmful of several attacks, that study each attack by itself.",
+    "digits for 252 steps of Adam with the cosine, at one learning rate. `operator-grid` trains 200 digits by SGD, "
+    "with the rate of each operator tuned, and averages over three angular functions; `bounded-operators` trains "
+    "Fashion-MNIST. `decoupled-robust` counts the most harmful of several attacks, that study each attack by itself.",
 }
 
 

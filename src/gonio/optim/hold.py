@@ -109,7 +109,8 @@ def hold_(
         where: which layers; None for all linear, convolutional, attention and recurrent ones in the optimizer. An
             embedding is held if it is selected.
         norm: "matrix" for the Frobenius norm of each matrix (of each group, and of each packed projection); "spectral"
-            for its largest singular value, by up to 48 Lanczos steps for each weight and step of the optimizer; "filters" for the weights of each output; "columns" for those of each input.
+            for its largest singular value, by up to 48 Lanczos steps for each weight and step of the optimizer;
+            "filters" for the weights of each output; "columns" for those of each input.
         radius: "initial" for the norms that the weights have now, or one number to which all are set.
         step: "free" or "fixed".
         magnitude: "learned" multiplies each filter by a trained gain (:class:`gonio.parametrizations.WeightNorm` over
