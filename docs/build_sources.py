@@ -51,7 +51,7 @@ ENGLISH = Language(
     "through an article sentence by sentence: the public names that do what it describes and the test that holds it. "
     "A quotation finds the sentence. "
     "Claims are tried by `gonio reproduce NAME`. [中文](zh/sources.md)",
-    counts="{rows} sentences: {met} are met, {partly} partly, {missing} are missing for lack of data or hardware.",
+    counts="{rows} sentences: {met} met, {partly} partly, and {missing} missing for lack of data or hardware.",
     columns=("sentence", "what it needs", "in gonio", "held by", "state"),
     labels=("Author", "Date", "Address", "On", "Teaches", "In gonio", "Gets wrong", "Claims", "all corrections"),
     states={state: state for state in STATES},
