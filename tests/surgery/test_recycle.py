@@ -193,9 +193,9 @@ def test_a_batch_norm_starts_anew_with_the_statistics_of_the_example() -> None:
     kill(model)
     gonio.recycle_(model, example=IMAGES)
     y = model[0](IMAGES)[:, 1].detach()
-    assert float(model[1].running_mean[1]) == pytest.approx(float(y.mean()), rel=1e-9)
-    assert float(model[1].running_var[1]) == pytest.approx(float(y.var()), rel=1e-9)
-    assert (float(model[1].weight[1]), float(model[1].bias[1])) == (1, 0)
+    assert model[1].running_mean[1].item() == pytest.approx(y.mean().item(), rel=1e-9)
+    assert model[1].running_var[1].item() == pytest.approx(y.var().item(), rel=1e-9)
+    assert [model[1].weight[1].item(), model[1].bias[1].item()] == [1, 0]
     without = convolutions(norm=True)
     kill(without)
     edited = gonio.recycle_(without)

@@ -21,6 +21,7 @@ class Prescription:
         proof: `same function`, which the verb promises, or `held-out score`, which takes a task.
         why: the reason that it can help. `changes`: what it changes and costs. `cannot`: what it does not repair.
         buffers: it acts on findings of buffers only.
+        otherwise: what is tried if the finding is still there.
         none: why there is no treatment.
     """
 
@@ -31,16 +32,18 @@ class Prescription:
     changes: str = ""
     cannot: str = ""
     buffers: bool = False
+    otherwise: Prescription | None = None
     none: str = ""
 
     def __str__(self) -> str:
         if self.none:
             return f"none. {self.none}"
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return (
+        said = (
             f"{self.verb}({options}), proved by {self.proof}. {self.why} It changes {self.changes} "
             f"It does not repair: {self.cannot[0].lower()}{self.cannot[1:]}"
         )
+        return said if self.otherwise is None else f"{said} If the finding remains: {self.otherwise}"
 
 
 @cache
@@ -49,4 +52,9 @@ def prescriptions() -> Mapping[str, Prescription]:
     import yaml  # only a treatment or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "prescriptions.yaml").read_text(encoding="utf-8")
-    return {code: Prescription(**fields) for code, fields in yaml.safe_load(content).items()}
+    return {code: _read(fields) for code, fields in yaml.safe_load(content).items()}
+
+
+def _read(fields: Mapping[str, Any]) -> Prescription:
+    then = fields.get("otherwise")
+    return Prescription(**{**fields, "otherwise": None if then is None else _read(then)})

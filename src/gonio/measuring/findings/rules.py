@@ -25,6 +25,7 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
 from gonio.measuring.exports import are, counted
+from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.prescriptions import prescriptions
@@ -429,14 +430,17 @@ def _out_of_scale(facts: ModelFacts) -> str | None:
     return f"the output is far larger or smaller than the input: {listing(found, limit=3)}" if found else None
 
 
+def stale(signal: Signal) -> bool:
+    """Whether a norm's running statistics are not those of the batch."""
+    values = prod(signal.shape) / max(1, signal.units)
+    least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
+    return signal.train_eval_gap is not None and signal.train_eval_gap > least
+
+
 @rule("G410", ADVICE)
 def _stale(facts: ModelFacts) -> str | None:
-    found = []
-    for signal in facts.signals:
-        values = prod(signal.shape) / max(1, signal.units)
-        least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
-        if signal.train_eval_gap is not None and signal.train_eval_gap > least:
-            found.append(f"{signal.path or 'the model'} ({signal.train_eval_gap:.2g} standard deviations)")
+    gaps = [(signal, signal.train_eval_gap) for signal in facts.signals if stale(signal)]
+    found = [f"{signal.path or 'the model'} ({gap:.2g} standard deviations)" for signal, gap in gaps]
     if not found:
         return None
     return f"the output differs from that in training mode on this batch: {listing(found, limit=3)}"
