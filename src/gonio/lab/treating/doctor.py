@@ -20,7 +20,7 @@ from gonio.lab.tasks.task import Task
 from gonio.lab.treating.treatment import Step, Treatment
 from gonio.measuring import Finding, Measurements, measure
 from gonio.measuring.findings.prescriptions import Prescription, prescriptions
-from gonio.measuring.findings.rules import stale, worst_first
+from gonio.measuring.findings.rules import stale, trained_without_statistics, worst_first
 from gonio.surgery import balance_, calibrate_, equivalent, recycle_, shrink_intruders_
 from gonio.surgery.calibrate import can_act
 
@@ -171,7 +171,7 @@ def _reported(found: Measurements) -> Treatment:
     """The treatments of a source without modules, none of which can be applied."""
     plan, untreated = _prescribed(found, None)
     why = "it takes the model's modules: pass the model of the checkpoint"
-    steps = [Step(p.verb, dict(p.options), _codes(treats), "not applied", why) for p, treats in plan]
+    steps = [Step(p.verb, dict(p.options), _codes(treats), "not applied", why, cannot=p.cannot) for p, treats in plan]
     return Treatment(found.source, found, found, tuple(steps), untreated)
 
 
@@ -186,7 +186,7 @@ def _tried(
     """One treatment: the step, its edit if it was kept, and the measurements that hold then."""
 
     def step(verdict: str, proof: str, proved: bool = False) -> Step:
-        return Step(prescription.verb, options, _codes(treats), verdict, proof, proved)
+        return Step(prescription.verb, options, _codes(treats), verdict, proof, proved, prescription.cannot)
 
     options: dict[str, Any] = dict(prescription.options)
     exact = prescription.proof == "same function"
@@ -224,6 +224,7 @@ def _scopes(
         return [list(dict.fromkeys(finding.path for finding in treats))]
     layers = [path for path, module in model.named_modules() if can_act(module) is None]
     named = {finding.path.rpartition(".")[0] for finding in treats if finding.path}
+    named |= {path for path in layers if trained_without_statistics(model.get_submodule(path))}
     gaps = [signal for signal in found.signals if signal.path in layers and stale(signal)]
     first = {gaps[0].path} if gaps else set()  # what follows may be a consequence
     chosen = [path for path in layers if path in named | first]

@@ -28,7 +28,7 @@ from gonio.measuring.exports import are, counted
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
-from gonio.measuring.findings.prescriptions import prescriptions
+from gonio.measuring.findings.prescriptions import prescriptions, success_rate
 from gonio.measuring.reading.entry import CONSTANT, FIXED, MAYBE_PADDING, PADDING
 
 LEVELS = ("info", "warn", "error")
@@ -212,7 +212,7 @@ def explain(code: str | Finding) -> str:
     text = rule.text
     chance = [f"Random weights: {text.chance}"] if text.chance else []
     alarms = f"none by construction: {text.exact}" if text.exact else _rate(rule.code)
-    treated = f"gonio.doctor: {prescriptions()[rule.code]}"
+    treated = f"gonio.doctor: {prescriptions()[rule.code]}{success_rate(rule.code)}"
     rest = [f"What to do: {text.do}", treated, f"False alarms: {alarms}", f"Source: {text.source}"]
     return "\n".join([f"{rule.code} ({text.level}): {text.title}", "", text.means, *chance, *rest])
 
@@ -448,11 +448,11 @@ def _stale(facts: ModelFacts) -> str | None:
 
 @rule("G411", ADVICE)
 def _forgotten(facts: ModelFacts) -> str | None:
-    norms = [norm for norm in facts.norms if norm.has_statistics and _trained_without_statistics(norm.module)]
+    norms = [norm for norm in facts.norms if norm.has_statistics and trained_without_statistics(norm.module)]
     return f"running statistics are at their initial values: {_listed(norms)}" if norms else None
 
 
-def _trained_without_statistics(norm: nn.Module) -> bool:
+def trained_without_statistics(norm: nn.Module) -> bool:
     """Whether the statistics are those of the start, and both gains and shifts have been trained.
 
     Initialisations draw gains (DCGAN: N(1, 0.02)), but leave shifts alike.
