@@ -169,6 +169,10 @@ class _Values:
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self.changed: set[int] = set()
 
+    def peek(self, parameter: Tensor) -> Tensor:
+        """The value as it is now, without a copy of a parameter that nothing concerns."""
+        return self._values[id(parameter)][1] if id(parameter) in self._values else parameter.detach()
+
     def read(self, parameter: Tensor) -> Tensor:
         if id(parameter) not in self._values:
             self._values[id(parameter)] = (parameter, parameter.detach().double().clone())
@@ -205,8 +209,8 @@ def _tolerance(module: nn.Module) -> float:
 
 
 def _faults(module: nn.Module, values: _Values, weak: float) -> _Faults:
-    rows = matrix_view(values.read(module.get_parameter("weight")), layout_of(module))
-    norms = rows.norm(dim=-1).flatten()
+    rows = matrix_view(values.peek(module.get_parameter("weight")), layout_of(module))
+    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64).flatten()
     live = norms[norms > 0]
     if not bool(torch.isfinite(norms).all()) or not len(live):
         return _Faults((), ())
@@ -218,8 +222,9 @@ def _faults(module: nn.Module, values: _Values, weak: float) -> _Faults:
             continue
         for first, second in near_duplicates(matrix, cosine=1 - ROUNDING).pairs.tolist():
             i, j = first + group * size, second + group * size
-            factor = float(matrix[first] @ matrix[second] / matrix[first].square().sum())
-            left = float((matrix[second] - factor * matrix[first]).norm() / matrix[second].norm())
+            kept, copied = matrix[first].double(), matrix[second].double()
+            factor = float(kept @ copied / kept.square().sum())
+            left = float((copied - factor * kept).norm() / copied.norm())
             if not {i, j} & taken and left <= _tolerance(module):
                 pairs.append((i, j, factor))
                 taken.add(j)
