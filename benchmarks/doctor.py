@@ -130,7 +130,8 @@ def wilson(hits: int, cases: int) -> tuple[float, float]:
     """The 95 % interval of a share (E. B. Wilson, JASA 22, 1927)."""
     z, p = 1.959964, hits / cases
     centre, half = p + z * z / (2 * cases), z * sqrt(p * (1 - p) / cases + z * z / (4 * cases * cases))
-    return (centre - half) / (1 + z * z / cases), (centre + half) / (1 + z * z / cases)
+    low, high = ((centre + side) / (1 + z * z / cases) for side in (-half, half))
+    return max(low, 0.0), min(high, 1.0)
 
 
 def table(found: dict[str, Any]) -> str:
@@ -158,6 +159,7 @@ def _shares(records: list[dict[str, Any]], well: list[dict[str, Any]]) -> list[t
     claimed = near + counts["in part"] + counts["not restored"] + counts["worse"]
     return [
         *((each, counts[each], len(records)) for each in OUTCOMES),
+        ("restored, same score, or refused", near + counts["refused"], len(records)),
         ("restored, same score, or refused for a finding in the damaged layer", near + named, len(records)),
         ("restored or same score, of those with a treatment that claims more than the same function", near, claimed),
         ("the damaged layer named, of those refused", named, len(refused)),
