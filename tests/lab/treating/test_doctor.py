@@ -186,7 +186,8 @@ def test_statistics_are_measured_in_the_named_layers_first() -> None:
     gonio.calibrate_(model.eval(), [data.train.inputs])
     model[1].running_var[0] = -1
     treated = gonio.doctor(model, task=data)
-    assert [(step.verdict, step.options) for step in treated.steps] == [("kept", {"channels": "invalid", "where": ["1"]})]
+    assert [step.verdict for step in treated.steps] == ["kept"]
+    assert treated.steps[0].options == {"channels": "invalid", "where": ["1"]}
     assert torch.equal(treated.model[4].running_mean, model[4].running_mean)
     assert not treated.after.findings
 
