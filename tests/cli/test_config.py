@@ -75,7 +75,7 @@ def test_types_select_layers_of_a_model(folder: Path) -> None:
         "from torch import nn\n\ndef zero():\n    m = nn.Linear(3, 2)\n    nn.init.zeros_(m.weight)\n    return m\n"
     )
     result = invoke("measure", "made.py:zero")
-    assert "No findings." in result.stdout
+    assert "No findings in 1 layer." in result.stdout
     assert "1 finding suppressed by gonio.toml" in result.stdout
 
 

@@ -46,7 +46,8 @@ def test_without_findings_the_scope_of_the_rules_is_shown() -> None:
         for text in (" ".join(str(found).split()), Page(found.to_html()).text):
             assert f"rank 1; {said}. Not visible here: whether the model is accurate" in text
     lines = str(measure({"w.weight": torch.zeros(2, 2)})).splitlines()
-    assert lines[2].startswith("info  G101  w: every value is 0")
+    assert lines[1] == "1 remark in 1 of 1 layer."
+    assert lines[3].startswith("info  G101  w: every value is 0")
     assert not any("Not visible" in line for line in lines)
 
 

@@ -17,6 +17,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
+from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
@@ -79,6 +80,11 @@ class Measurements(Table[TensorMeasurement]):
         return counted(len(self.layers), "layer")
 
     @property
+    def verdict(self) -> str:
+        """What was found, and where, as a sentence."""
+        return verdict(self.findings, [layer.path for layer in self.layers])
+
+    @property
     def coverage(self) -> str:
         """How many tensors were measured, and why the others were not."""
         said = f"Measured: {len(self.layers)} of {counted(len(self.tensors), 'tensor')}."
@@ -106,10 +112,11 @@ class Measurements(Table[TensorMeasurement]):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width, entries = options.max_width, sum(tensor.entries for tensor in self.tensors)
         yield Text(f"{plain(self.source)}: {self._layers}, {counted(entries, 'number')}", style="bold")
+        yield Text(self.verdict)
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")
-        none = [] if self.findings else [Text("No findings."), Text(self.scope, style="dim")]
+        none = [] if self.findings else [Text(self.scope, style="dim")]
         quiet = self.suppressed.sentences if self.suppressed is not None else ()
         yield from render_findings(
             self.findings, [*none, *(Text(plain(s, longest=len(s)), style="dim") for s in quiet)]
@@ -190,6 +197,7 @@ class Measurements(Table[TensorMeasurement]):
         content = {
             "schema": SCHEMA,
             "source": self.source,
+            "verdict": self.verdict,
             "coverage": self.coverage,
             "notes": self.notes,
             "scale": scale and {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer},
@@ -200,7 +208,7 @@ class Measurements(Table[TensorMeasurement]):
 
     def to_markdown(self) -> str:
         """Findings, the table of the layers, and the coverage, for an issue or a README."""
-        lines = [f"**{markdown_cell(self.source)}**", ""]
+        lines = [f"**{markdown_cell(self.source)}**", "", self.verdict, ""]
         lines += [
             f"- **{f.level} {f.code}** {markdown_cell(f.path) or 'the model'}: {markdown_cell(f.found)}"
             for f in self.findings

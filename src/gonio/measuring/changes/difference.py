@@ -22,6 +22,7 @@ from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.exports import counted, json_data
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
+from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.journal import Journal
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
@@ -167,6 +168,19 @@ class Differences(Table[TensorDifference]):
         return tuple(made)
 
     @property
+    def verdict(self) -> str:
+        """How much changed, and what was found, as a sentence."""
+        if not self.moved:
+            equal = sum(tensor.status == "equal" for tensor in self.tensors)
+            return f"Nothing changed: {counted(equal, 'tensor')} equal." if equal else "Nothing could be compared."
+        known = [tensor.relative for tensor in self.moved if tensor.relative is not None]
+        low, high = (number(end, 2) for end in (min(known), max(known))) if known else ("", "")
+        by = "" if not known else f", by {low} of the norm" if low == high else f", by {low} to {high} of the norm"
+        changed = f"{len(self.moved):,} of {counted(len(self.tensors), 'tensor')} changed{by}."
+        found = verdict(self.findings, [tensor.path for tensor in self.moved], "changed tensor")
+        return f"{changed} {found}"
+
+    @property
     def coverage(self) -> str:
         """How many tensors were compared, and why the others were not."""
         equal = sum(t.status == "equal" for t in self.tensors)
@@ -176,14 +190,14 @@ class Differences(Table[TensorDifference]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        head = {"schema": "gonio.difference/1", "coverage": self.coverage}
+        head = {"schema": "gonio.difference/1", "verdict": self.verdict, "coverage": self.coverage}
         return {**head, **json_data(self), "depth": json_data(self.depth)}
 
     def to_markdown(self) -> str:
         """The table of the tensors that changed, and the coverage."""
         head = f"**{markdown_cell(self.before)} → {markdown_cell(self.after)}**"
         said, table = markdown_findings(self.findings), markdown_table("tensor", self.largest, COLUMNS)
-        return "\n".join([head, "", *said, *table, "", markdown_cell(self.coverage), ""])
+        return "\n".join([head, "", self.verdict, "", *said, *table, "", markdown_cell(self.coverage), ""])
 
     def to_html(self, *, command: str = "", date: str = "") -> str:
         """One self-contained page that loads nothing; its script sorts, filters and opens rows.
@@ -216,6 +230,7 @@ class Differences(Table[TensorDifference]):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")
+        yield Text(self.verdict)
         for note in self.notes:
             yield Text(plain(note), style="dim")
         yield Text("")

@@ -22,6 +22,7 @@ from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress, Spread
 from gonio.measuring.exports import counted, json_data
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
+from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
@@ -122,6 +123,19 @@ class Changes(Table[Agreement]):
         return _numbered([model.after for model in self.models])
 
     @property
+    def verdict(self) -> str:
+        """How far the changes agree, and what was found, as a sentence."""
+        whole, many = self.whole, len(self.models)
+        pairs = [c for i, row in enumerate(whole.cosines) for c in row[:i] if c is not None]
+        found = verdict(self.all_findings, [tensor.path for tensor in self.tensors], "changed tensor")
+        if not pairs:
+            return f"The changes of {many} models could not be compared. {found}"
+        low, high = _cosine(min(pairs)), _cosine(max(pairs))
+        said = f"cosine {low}" if low == high else f"cosines {low} to {high}"
+        mean = "" if whole.kept is None else f"; their mean keeps {whole.kept:.0%} of their norm"
+        return f"{many} changes: {said}, by chance 0 ± {whole.chance:.2g}{mean}. {found}"
+
+    @property
     def all_findings(self) -> tuple[Finding, ...]:
         """The findings on pairs, then those of each model, with its name before the path; warnings first."""
         own = [
@@ -143,7 +157,12 @@ class Changes(Table[Agreement]):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
-        head = {"schema": "gonio.changes/1", "coverage": self.coverage, "names": list(self.names)}
+        head = {
+            "schema": "gonio.changes/1",
+            "verdict": self.verdict,
+            "coverage": self.coverage,
+            "names": list(self.names),
+        }
         return {**head, **json_data(self), "models": [model.to_dict() for model in self.models]}
 
     def to_markdown(self) -> str:
@@ -151,7 +170,7 @@ class Changes(Table[Agreement]):
         head = f"**{markdown_cell(self.base)} → {markdown_cell(', '.join(self.names))}**"
         said = markdown_findings(self.all_findings, whole="the models")
         table = markdown_table("tensor", [self.whole, *self.tensors], COLUMNS)
-        return "\n".join([head, "", *said, *table, "", markdown_cell(self.coverage), ""])
+        return "\n".join([head, "", self.verdict, "", *said, *table, "", markdown_cell(self.coverage), ""])
 
     def to_html(self, *, command: str = "", date: str = "") -> str:
         """One self-contained page that loads nothing; its script sorts, filters and opens rows.
@@ -173,6 +192,7 @@ class Changes(Table[Agreement]):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.base)} → {len(self.models)} models", style="bold")
+        yield Text(self.verdict)
         yield Text("")
         yield from render_findings(self.all_findings)
         yield from self._cosines()
