@@ -13,10 +13,14 @@ from gonio.editing.steps import check_optimizer, move_state_
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.equivalent import SameFunction
-from gonio.surgery.graph import Graph, trace
+from gonio.surgery.graph import Graph, called_function, trace
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
+from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, block_symmetries, least_factors
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
+_OF_BLOCKS = {torch.float64: 1e-12, torch.float32: 1e-5}  # or, if that is more:
+_ROUNDINGS = 10  # times the deviation that rounding the weights otherwise makes
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "mul", "imul", "scaled_dot_product_attention"})
 _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
 
@@ -77,21 +81,46 @@ def balance_(
     refuse_shards(model, "balance_")
     same = SameFunction(model, example)
     graphs = [trace(model, training=mode, dims=same.dims) for mode in (False, True)]
-    for graph in graphs:
-        if graph.reason:
-            raise _not_applicable(f"the model cannot be traced ({graph.reason})", "Balance its parts.")
-    variables = _variables(*graphs)
+    untraced = next((graph.reason for graph in graphs if graph.reason), "")
+    variables = [] if untraced else _variables(*graphs)
     free = [variable for variable in variables if variable.free()]
-    if not free:
-        why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
-        raise _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
     least = least_scales(free, per_channel=level == "neuron")
+    blocks = _blocks(model, same, graphs[0], least, per_unit=level == "neuron")
+    if not free and not blocks.symmetries:
+        raise _nothing_moves(untraced, variables, blocks)
+    of_blocks = least_factors(blocks.symmetries, blocks.parameters)
     with Edit(model, "balance_") as edit:
         for layer in least.layers:
             _rescale_(edit, layer, *least.factors(layer), optimizer)
-        _note_result(edit, variables, least)
-        same.check_(edit, "balance", _ALLOWED, 0.1)
+        _rescale_blocks_(edit, of_blocks, optimizer)
+        _note_result(edit, variables, least, blocks, of_blocks)
+        same.check_(edit, "balance", _allowed(blocks, exact=not free), 0.1)
     return edit.done()
+
+
+def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float]:
+    """The relative deviations of the outputs, by their dtype."""
+    allowed = _OF_BLOCKS if exact else _ALLOWED
+    return {dtype: max(each, _ROUNDINGS * blocks.rounding) for dtype, each in allowed.items()}
+
+
+def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum, *, per_unit: bool) -> BlockSymmetries:
+    """The symmetries of attention and MLP blocks, of a model that cannot be traced or multiplies activations."""
+    called = (called_function(node) in _PRODUCTS or isinstance(graph.called(node), nn.MultiheadAttention)
+              for node in graph.nodes)  # fmt: skip
+    if same.example is None or not (graph.reason or any(called)):
+        return BlockSymmetries()
+    taken = frozenset(id(p) for layer in least.layers for p in layer.module.parameters(recurse=False))
+    return block_symmetries(model, same.example, per_unit=per_unit, taken=taken)
+
+
+def _nothing_moves(untraced: str, variables: list[ScaleVariable], blocks: BlockSymmetries) -> NotApplicableError:
+    if untraced:
+        why = "; ".join(blocks.reasons()) or "it has no known attention or MLP"
+        return _not_applicable(f"the model cannot be traced ({untraced}), and {why}", "Balance its parts.")
+    pinned = [*sorted({v.pinned for v in variables if v.pinned}), *blocks.reasons()]
+    why = "; ".join(pinned) or "no layer feeds another"
+    return _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
 
 
 def _not_applicable(why: str, do: str) -> NotApplicableError:
@@ -122,13 +151,33 @@ def _rescale_(
     if layer.module._parameters.get("bias") is not None and not bool((rows == 1).all()):
         factors["bias"] = rows
     for name, factor in factors.items():
-        parameter = layer.module.get_parameter(name)
-        factor = factor.to(parameter.device)
-        edit.set_data_(parameter, (parameter.detach().double() * factor).to(parameter.dtype))
-        if optimizer is not None:
-            move_state_(edit, optimizer, layer.path, parameter, factor)
-    low, high = float(factors["weight"].min()), float(factors["weight"].max())
-    edit.changed(layer.path, f"× {low:.3g}" if math.isclose(low, high) else f"× {low:.3g} … {high:.3g}")
+        _multiply_(edit, layer.path, layer.module.get_parameter(name), factor, optimizer)
+    edit.changed(layer.path, _shown([factors["weight"]]))
+
+
+def _multiply_(
+    edit: Edit, path: str, parameter: nn.Parameter, factor: Tensor, optimizer: torch.optim.Optimizer | None
+) -> None:
+    factor = factor.to(parameter.device)
+    edit.set_data_(parameter, (parameter.detach().double() * factor).to(parameter.dtype))
+    if optimizer is not None:
+        move_state_(edit, optimizer, path, parameter, factor)
+
+
+def _shown(factors: list[Tensor]) -> str:
+    low, high = min(float(f.min()) for f in factors), max(float(f.max()) for f in factors)
+    return f"× {low:.3g}" if math.isclose(low, high) else f"× {low:.3g} … {high:.3g}"
+
+
+def _rescale_blocks_(edit: Edit, least: LeastFactors, optimizer: torch.optim.Optimizer | None) -> None:
+    """Multiply the weights and biases of blocks by their factors, and the optimizer's state with them."""
+    changed: dict[str, list[Tensor]] = {}
+    for name in least.factors.names:
+        path, factor = name.rpartition(".")[0], least.factors.exact(name)
+        _multiply_(edit, path, least.factors.parameters[name], factor, optimizer)
+        changed.setdefault(path, []).append(factor)
+    for path, factors in changed.items():
+        edit.changed(path, _shown(factors))
 
 
 def _weight_factor(layer: ChannelMap, rows: Tensor, columns: Tensor) -> Tensor:
@@ -145,10 +194,13 @@ def _weight_factor(layer: ChannelMap, rows: Tensor, columns: Tensor) -> Tensor:
     return flat.view(*flat.shape, *[1] * (weight.dim() - 2))
 
 
-def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) -> None:
-    wasted = 1 - least.after / least.before if least.before > 0 else 0.0
-    edit.note(f"Σ‖W‖² of these layers {least.before:.6g} → {least.after:.6g}: {wasted:.1%} of it was wasted")
-    if not least.converged:
+def _note_result(
+    edit: Edit, variables: list[ScaleVariable], least: LeastSum, blocks: BlockSymmetries, of_blocks: LeastFactors
+) -> None:
+    before, after = least.before + of_blocks.before, least.after + of_blocks.after
+    wasted = 1 - after / before if before > 0 else 0.0
+    edit.note(f"Σ‖W‖² of these layers {before:.6g} → {after:.6g}: {wasted:.1%} of it was wasted")
+    if not (least.converged and of_blocks.converged):
         edit.note("the search for the least sum has not converged: balance again to lower it further")
     pinned: dict[str, list[str]] = {}
     for variable in variables:
@@ -156,6 +208,10 @@ def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) ->
             pinned.setdefault(variable.pinned, []).append(variable.producers[0].path)
     for why, paths in pinned.items():
         edit.note(f"the output of {listing(paths)} keeps its scale: {why}")
+    for sentence in blocks.reasons():
+        edit.note(sentence)
+    if not blocks.trained:
+        edit.note("the model does not give the same outputs twice in training mode, which was not compared")
 
 
 # --- the least sum of squares -------------------------------------------------------------------------

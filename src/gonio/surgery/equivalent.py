@@ -240,6 +240,11 @@ class SameFunction:
         for path in conflicts:
             del self.dims[path]
 
+    @property
+    def example(self) -> Any:
+        """An input that the model takes, the one of most dimensions; None if there is none."""
+        return self._runs[-1][0] if self._runs else None
+
     def check_(self, edit: Edit, action: str, allowed: Mapping[torch.dtype, float], otherwise: float) -> None:
         """Raise unless the outputs are the same, up to these relative deviations by dtype; notes the result.
 
