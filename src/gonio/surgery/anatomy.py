@@ -220,10 +220,10 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     inner = unwrapped(model)
     given = generated_example(inner) if example is None else example
     with torch.inference_mode(False), torch.enable_grad():
-        return _taken_apart(inner, record(inner, given))
+        return _taken_apart(record(inner, given))
 
 
-def _taken_apart(inner: nn.Module, run: Run) -> Anatomy:
+def _taken_apart(run: Run) -> Anatomy:
     unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
@@ -234,12 +234,12 @@ def _taken_apart(inner: nn.Module, run: Run) -> Anatomy:
             blocks[found.path, found.query] = found
     read = {part.tensor for block in blocks.values() for part in block.output}
     names: dict[int, list[str]] = {}
-    for name, parameter in inner.named_parameters(remove_duplicate=False):
+    for name, parameter in run.parameters.items():
         names.setdefault(id(parameter), []).append(name)
     paths = Counter(path for path, _ in blocks) + Counter(list(unknown))
     return Anatomy(
         tuple(replace(block, alone=paths[block.path] == 1) for block in blocks.values()),
-        tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down.tensor not in read)),
+        tuple(dict.fromkeys(mlp for mlp in _mlps(run) if mlp.down.tensor not in read)),
         tuple(dict.fromkeys(name for name, _ in run.tables)),
         tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
         tuple(dict.fromkeys(call.tensor for _, x in run.chosen if (call := _one(run, x)) is not None)),
@@ -402,8 +402,10 @@ class _Block:
                   not normed and self._proportional(products, [*keys, shared]),
                   not self._normed([reader.x], own_values) and self._proportional(reader.x, own_values))  # fmt: skip
         where = tuple(d - self.query.ndim for d in dims), tuple(order)
-        return Attention(self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
-                         self._rotation(queries[0]), normed, scales, linear, where, kernel=self.product.kernel)  # fmt: skip
+        return Attention(
+            self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
+            self._rotation(queries[0]), normed, scales, linear, where, kernel=self.product.kernel,
+        )  # fmt: skip
 
     def _rows(self, sources: _Sources) -> tuple[Part, ...]:
         return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
@@ -426,7 +428,13 @@ class _Block:
 
     def _normed(self, xs: Sequence[Tensor], sources: list[_Sources]) -> bool:
         """Whether a norm lies between these rows and any of the tensors."""
-        return bool(_norms_between(self.run, xs, [self.calls[n].out for each in sources for n in each]))
+        used = list({n: None for each in sources for n in each})
+        for norm in _norms_between(self.run, xs, [self.calls[n].out for n in used]):
+            gradients = zip(used, _gradients(norm, [self.calls[n].out for n in used]), strict=True)
+            found = {n: _channels(g, self.calls[n].channel) for n, g in gradients if g is not None}
+            if not all(_apart(each, found) for each in sources):
+                return True
+        return False
 
     def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
         """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
@@ -506,19 +514,17 @@ def _apart(a: _Sources, b: _Sources) -> bool:
 # --- feed-forward blocks ----------------------------------------------------------------------------------------------
 
 
-def _mlps(run: Run, parameters: Mapping[str, Tensor]) -> Iterator[Mlp]:
+def _mlps(run: Run) -> Iterator[Mlp]:
     for number, reader in enumerate(run.calls):
         try:
-            found = (
-                _mlp_of(run, reader, run.calls[:number], parameters) if reader.pointwise and reader.x.numel() else None
-            )
+            found = _mlp_of(run, reader, run.calls[:number]) if reader.pointwise and reader.x.numel() else None
         except RuntimeError:  # a function of the model's own has no derivative
             found = None
         if found is not None:
             yield found
 
 
-def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[str, Tensor]) -> Mlp | None:
+def _mlp_of(run: Run, reader: Call, before: Sequence[Call]) -> Mlp | None:
     """The block whose last layer is the reader, if it is one."""
     calls = [before[n] for n in _sources(reader.x, before)]
     if not 1 <= len(calls) <= 2 or _reached([reader.x], [x for _, x in run.tables]):
@@ -528,7 +534,7 @@ def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[
     if not halves or not _entrywise(reader, calls, halves) or _norms_between(run, [reader.x], outs):
         return None
     up, gate, degree = _roles(reader, outs, halves)
-    weight = parameters[calls[0].tensor]
+    weight = run.parameters[calls[0].tensor]
     stacked = weight.shape[0] if weight.ndim == 3 and reader.channel == -1 else 0
     down = Part.of(reader.tensor, range(units), reader.in_dim)
     return None if up is None else Mlp(reader.path, up, down, gate, stacked, degree)

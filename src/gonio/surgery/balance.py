@@ -6,13 +6,14 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, move_state_
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.equivalent import SameFunction
+from gonio.surgery.facts import WEIGHTED
 from gonio.surgery.graph import Graph, called_function, trace
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
 from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, block_symmetries, least_factors
@@ -105,13 +106,18 @@ def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float
 
 
 def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum, *, per_unit: bool) -> BlockSymmetries:
-    """The symmetries of attention and MLP blocks, of a model that cannot be traced or multiplies activations."""
-    called = (called_function(node) in _PRODUCTS or isinstance(graph.called(node), nn.MultiheadAttention)
-              for node in graph.nodes)  # fmt: skip
-    if same.example is None or not (graph.reason or any(called)):
+    """The symmetries of attention and MLP blocks, of a model in which there may be some."""
+    if same.example is None or not (graph.reason or any(_may_attend(graph, node) for node in graph.nodes)):
         return BlockSymmetries()
     taken = frozenset(id(p) for layer in least.layers for p in layer.module.parameters(recurse=False))
-    return block_symmetries(model, same.example, per_unit=per_unit, taken=taken)
+    return block_symmetries(model, same.example, per_unit=per_unit, traced=not graph.reason, taken=taken)
+
+
+def _may_attend(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node multiplies activations, or calls a layer with matrices that is no layer of one weight."""
+    module = graph.called(node)
+    matrices = module is not None and not isinstance(module, WEIGHTED) and any(p.ndim > 1 for p in module.parameters())
+    return matrices or called_function(node) in _PRODUCTS
 
 
 def _nothing_moves(untraced: str, variables: list[ScaleVariable], blocks: BlockSymmetries) -> NotApplicableError:

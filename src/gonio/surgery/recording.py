@@ -109,6 +109,7 @@ class Run:
 
     Attributes:
         norms: the gains of norms.
+        parameters: those of the model under all of their names, without those of wrappers.
         normed: results of norms.
         tables: parameters that are looked up, with the results.
         chosen: the scores of which the largest were chosen, for example by a router.
@@ -116,6 +117,7 @@ class Run:
 
     calls: list[Call] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     norms: dict[str, None] = field(default_factory=dict)  # in order
     normed: list[Tensor] = field(default_factory=list)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -129,7 +131,7 @@ class Recorder(Products):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.run = Run()
+        self.run = Run(parameters=dict(model.named_parameters(remove_duplicate=False)))
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in model.named_parameters() if p.numel()}
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from gonio.editing.twin import evaluating, set_tensors_
+from gonio.editing.wrapping import unwrapped
 from gonio.errors import listing
 from gonio.seeding import generator
 from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
@@ -24,6 +25,7 @@ _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of the logarithm of a factor
 _EXPONENTS = {torch.float16: 3}  # of the powers of two of a trial, where the range of a type is small
 _SAME = {torch.float64: 1e-12}  # relative deviations of outputs; 1e-5 for other types
+_ACTIVATION = "the activation is not positively homogeneous"
 _Grain = Literal["channel", "half", "pairs", "head", "block"]
 
 
@@ -88,7 +90,9 @@ class BlockSymmetries:
         return found
 
 
-def block_symmetries(model: nn.Module, example: Any, *, per_unit: bool, taken: frozenset[int]) -> BlockSymmetries:
+def block_symmetries(
+    model: nn.Module, example: Any, *, per_unit: bool, traced: bool, taken: frozenset[int]
+) -> BlockSymmetries:
     """Find the symmetries of attention and MLP blocks by :func:`gonio.surgery.anatomy`, and confirm them by running.
 
     Each one is tried with random powers of two, which floating-point numbers are multiplied by without rounding: the
@@ -97,6 +101,7 @@ def block_symmetries(model: nn.Module, example: Any, *, per_unit: bool, taken: f
     Args:
         example: an input of the model.
         per_unit: one factor per channel or head, else one per block.
+        traced: whether the graph of the model says what it knows of activations.
         taken: the `id` of parameters that are left alone.
     """
     with evaluating(model) as plain:
@@ -105,15 +110,14 @@ def block_symmetries(model: nn.Module, example: Any, *, per_unit: bool, taken: f
     left: dict[str, list[tuple[str, str]]] = {}
     able: list[list[Symmetry]] = []
     for why, options in _candidates(found, per_unit=per_unit):
-        if all(id(parameters[name]) in taken for side in options[0].made for name in [side.tensor]):
+        if all(id(parameters[side.tensor]) in taken for side in options[0].made) or (traced and why == _ACTIVATION):
             continue
-        why = why or _why_not(options[0], found, parameters, taken)
-        if why:
+        if why := why or _why_not(options[0], found, parameters, taken):
             left.setdefault(why, []).append((options[0].kind, options[0].path))
         else:
             able.append(options)
     for path, why in found.unknown.items():
-        left.setdefault(why, []).append(("attention", path))
+        left.setdefault(why, []).append(("query, key, value and output", path))
     trial = _Trial(model, example, parameters)
     able.sort(key=lambda options: options[0].kind)
     tried = _confirmed(trial, able)
@@ -139,8 +143,7 @@ def _candidates(found: Anatomy, *, per_unit: bool) -> Iterator[tuple[str, list[S
         why = "" if block.linear[2] else "the next layer reads what is not proportional to the values"
         yield why, [_of_values(block, grain) for grain in (("channel", "head") if per_unit else ("block",))]
     for mlp in found.mlps:
-        why = "" if mlp.degree else "the activation is not positively homogeneous"
-        yield why, [_of_units(mlp, per_unit=per_unit)]
+        yield "" if mlp.degree else _ACTIVATION, [_of_units(mlp, per_unit=per_unit)]
 
 
 def _grains(rotary: str | None, per_unit: bool, block: Attention) -> tuple[_Grain, ...]:
@@ -193,10 +196,8 @@ def _sides(heads: Iterable[tuple[int, tuple[Part, ...]]], grain: _Grain) -> tupl
     return tuple(sides), most
 
 
-def _why_not(
-    symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Parameter], taken: frozenset[int]
-) -> str | None:
-    """Why the scale of a pair of weights cannot move."""
+def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Parameter], taken: frozenset[int]) -> str:
+    """Why the scale of a pair of weights cannot move; empty if it may."""
     tied = {name for names in found.ties for name in names}
     for name in symmetry.tensors:
         if name in tied:
@@ -211,20 +212,27 @@ def _why_not(
         size = parameters[side.tensor].shape[side.dim]
         if int(side.index.max()) >= size or (side.bias and parameters[side.bias].shape[-1] != size):
             return f"{side.tensor} does not read or compute its channels one by one"
-    return None
+    return ""
 
 
 # --- confirmed by running ---------------------------------------------------------------------------------------------
 
 
 def _confirmed(trial: _Trial, able: list[list[Symmetry]]) -> list[Symmetry | None]:
-    """For each list of grains the first one that is confirmed, by halves of the list where not all are."""
-    if not able or trial.holds([options[0] for options in able]):
-        return [options[0] for options in able]
-    if len(able) > 1:
-        half = len(able) // 2
-        return [*_confirmed(trial, able[:half]), *_confirmed(trial, able[half:])]
-    return _confirmed(trial, [able[0][1:]]) if len(able[0]) > 1 else [None]
+    """For each list of grains the first one that is confirmed."""
+    found = _held(trial, [options[0] for options in able])
+    rest = [n for n, each in enumerate(found) if each is None and len(able[n]) > 1]
+    for n, each in zip(rest, _confirmed(trial, [able[n][1:] for n in rest]) if rest else (), strict=True):
+        found[n] = each
+    return found
+
+
+def _held(trial: _Trial, symmetries: list[Symmetry]) -> list[Symmetry | None]:
+    """Those that hold, and None for others; by halves where not all do."""
+    if not symmetries or trial.holds(symmetries):
+        return list(symmetries)
+    half = len(symmetries) // 2
+    return [*_held(trial, symmetries[:half]), *_held(trial, symmetries[half:])] if half else [None]
 
 
 class _Trial:
@@ -260,8 +268,8 @@ class _Trial:
         random, values = generator(1, "symmetries"), {}
         for name in {name: None for each in symmetries for name in each.tensors}:
             value = self.parameters[name].detach()
-            sign = torch.randint(0, 2, value.shape, generator=random).to(value.device) * 2 - 1
-            values[name] = value * (1 + sign * torch.finfo(value.dtype).eps)
+            sign = torch.randint(0, 2, value.shape, generator=random).to(value) * 2 - 1
+            values[name] = value + sign * torch.finfo(value.dtype).eps * value
         before = self._unchanged(training=False)
         return 0.0 if before is None else deviation(before, self._run(values, training=False)).relative
 
@@ -290,6 +298,10 @@ class _Trial:
             for index in devices:
                 torch.cuda.default_generators[index].manual_seed(0)
             tried = {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
+            for module in plain.modules() if plain is not unwrapped(self.model) else ():
+                for hooks in (module._forward_hooks, module._forward_pre_hooks):  # gonio's only read
+                    for key in [key for key, hook in hooks.items() if type(hook).__module__.startswith("gonio.")]:
+                        del hooks[key]
             try:
                 set_tensors_(plain, {id(self.parameters[name]): value for name, value in tried.items()})
                 leaves, _ = tree_flatten(call(plain.train(training), self.example))
@@ -318,8 +330,9 @@ class Factors:
 
     @property
     def names(self) -> list[str]:
-        """The tensors that have factors."""
-        return list(dict.fromkeys(name for name, _ in self._along))
+        """The tensors that have factors, in the order of the model."""
+        scaled = {name for name, _ in self._along}
+        return [name for name in self.parameters if name in scaled]
 
     def scale_(self, symmetry: Symmetry, factors: Tensor) -> None:
         """Multiply both sides of a symmetry."""
@@ -354,11 +367,8 @@ class Factors:
         """For each factor the sum of squares of the weights that it acts on, at the present factors."""
         found = torch.zeros(_shape(symmetry), dtype=torch.float64)
         for side in sides:
-            rows = (
-                self._squared(side.tensor)
-                .index_select(side.dim, side.index.to(self.parameters[side.tensor].device))
-                .movedim(side.dim, -1)
-            )
+            index = side.index.to(self.parameters[side.tensor].device)
+            rows = self._squared(side.tensor).index_select(side.dim, index).movedim(side.dim, -1)
             rows = rows.flatten(1, -2).sum(1) if symmetry.experts else rows.flatten(0, -2).sum(0)
             found.index_add_(-1, side.units, rows.cpu())
         return found
