@@ -19,8 +19,9 @@ from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
 from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, block_symmetries, least_factors
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
-_OF_BLOCKS = {torch.float64: 1e-12, torch.float32: 1e-5}  # or, if that is more:
-_ROUNDINGS = 10  # times the deviation that rounding the weights otherwise makes
+# Where symmetries of blocks alone move: the least that is allowed, and the most, for models that compute in float32.
+_OF_BLOCKS = {torch.float64: (1e-12, 1e-5), torch.float32: (1e-5, 1e-3)}
+_ROUNDINGS = 10  # times the deviation by rounding that was measured
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "mul", "imul", "scaled_dot_product_attention"})
 _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
@@ -101,8 +102,8 @@ def balance_(
 
 def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float]:
     """The relative deviations of the outputs, by their dtype."""
-    allowed = _OF_BLOCKS if exact else _ALLOWED
-    return {dtype: max(each, _ROUNDINGS * blocks.rounding) for dtype, each in allowed.items()}
+    measured = {d: min(max(low, _ROUNDINGS * blocks.rounding), most) for d, (low, most) in _OF_BLOCKS.items()}
+    return measured if exact else {dtype: max(each, measured[dtype]) for dtype, each in _ALLOWED.items()}
 
 
 def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum, *, per_unit: bool) -> BlockSymmetries:

@@ -36,6 +36,7 @@ class Side:
     tensor: str
     dim: int
     bias: str
+    bias_start: int
     index: Tensor
     units: Tensor
 
@@ -77,7 +78,7 @@ class BlockSymmetries:
     symmetries: tuple[Symmetry, ...] = ()
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     left: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    rounding: float = 0.0  # the relative deviation of the outputs if these weights are rounded otherwise
+    rounding: float = 0.0  # the relative deviation of the outputs with factors that are rounded
     trained: bool = True  # whether the outputs in training mode were compared, too
 
     def reasons(self) -> list[str]:
@@ -179,21 +180,18 @@ def _of_units(mlp: Mlp, *, per_unit: bool) -> Symmetry:
 
 def _sides(heads: Iterable[tuple[int, tuple[Part, ...]]], grain: _Grain) -> tuple[tuple[Side, ...], int]:
     """The parts of the heads of these groups, joined by tensor, and the number of factors."""
-    joined: dict[tuple[str, int, str], tuple[list[int], list[int]]] = {}
+    joined: dict[tuple[str, int, str, int], list[tuple[Tensor, Tensor]]] = {}
     most = 0
     for group, parts in heads:
-        size, place = sum(part.count for part in parts), 0
-        count = {"channel": size, "half": size // 2, "pairs": size // 2}.get(grain, 1)
-        for part in parts:
-            index, units = joined.setdefault((part.tensor, part.dim, part.bias), ([], []))
-            index += part.indices
-            for n in range(place, place + part.count):
-                within = {"channel": n, "half": n % max(count, 1), "pairs": n // 2}.get(grain, 0)
-                units.append(0 if grain == "block" else group * count + within)
-            place += part.count
-        most = max(most, 1 if grain == "block" else (group + 1) * count)
-    sides = (Side(*key, torch.tensor(index), torch.tensor(units)) for key, (index, units) in joined.items())
-    return tuple(sides), most
+        place = torch.arange(sum(part.count for part in parts))
+        half = max(len(place) // 2, 1)
+        within = {"channel": place, "half": place % half, "pairs": place // 2}.get(grain, torch.zeros_like(place))
+        units = within + (0 if grain == "block" else group * (int(within.max()) + 1))
+        most = max(most, int(units.max()) + 1)
+        for part, mine in zip(parts, units.split([part.count for part in parts]), strict=True):
+            key = (part.tensor, part.dim, part.bias, part.bias_start)
+            joined.setdefault(key, []).append((torch.tensor(part.indices), mine))
+    return tuple(Side(*key, *map(torch.cat, zip(*each, strict=True))) for key, each in joined.items()), most
 
 
 def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Parameter], taken: frozenset[int]) -> str:
@@ -209,8 +207,9 @@ def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Par
     if {(s.tensor, 1 - s.dim) for s in symmetry.made} & {(s.tensor, s.dim) for s in symmetry.read}:
         return "one weight both computes and reads it"
     for side in (*symmetry.made, *symmetry.read):
-        size = parameters[side.tensor].shape[side.dim]
-        if int(side.index.max()) >= size or (side.bias and parameters[side.bias].shape[-1] != size):
+        last, sizes = int(side.index.max()), [parameters[side.tensor].shape[side.dim]]
+        sizes += [parameters[side.bias].shape[-1] - side.bias_start] if side.bias else []
+        if last >= min(sizes):
             return f"{side.tensor} does not read or compute its channels one by one"
     return ""
 
@@ -264,12 +263,11 @@ class _Trial:
         return self._unchanged(training=True) is not None
 
     def rounding(self, symmetries: Sequence[Symmetry]) -> float:
-        """The relative deviation of the outputs if every weight is rounded up or down."""
-        random, values = generator(1, "symmetries"), {}
-        for name in {name: None for each in symmetries for name in each.tensors}:
-            value = self.parameters[name].detach()
-            sign = torch.randint(0, 2, value.shape, generator=random).to(value) * 2 - 1
-            values[name] = value + sign * torch.finfo(value.dtype).eps * value
+        """The relative deviation of the outputs with random factors that are no powers of two."""
+        random, factors = generator(1, "symmetries"), Factors(self.parameters)
+        for each in symmetries:
+            factors.scale_(each, torch.exp2(torch.rand(_shape(each), generator=random, dtype=torch.float64)))
+        values = {name: self.parameters[name].detach() * factors.of(name) for name in factors.names}
         before = self._unchanged(training=False)
         return 0.0 if before is None else deviation(before, self._run(values, training=False)).relative
 
@@ -339,12 +337,13 @@ class Factors:
         for sides, power in ((symmetry.made, 1), (symmetry.read, -symmetry.degree)):
             for side in sides:
                 own = factors.pow(power)[..., side.units]
-                places = [(side.tensor, side.dim)]
-                places += [(side.bias, self.parameters[side.bias].ndim - 1)] if side.bias else []
-                for name, dim in places:
+                places = [(side.tensor, side.dim, side.index)]
+                if side.bias:
+                    places.append((side.bias, self.parameters[side.bias].ndim - 1, side.index + side.bias_start))
+                for name, dim, index in places:
                     shape = (*factors.shape[:-1], self.parameters[name].shape[dim])
                     along = self._along.setdefault((name, dim), torch.ones(shape, dtype=torch.float64))
-                    along[..., side.index] *= own
+                    along[..., index] *= own
 
     def of(self, name: str) -> Tensor:
         """The factor of every entry of a tensor, of its type; broadcasts."""
