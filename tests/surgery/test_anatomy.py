@@ -232,7 +232,7 @@ def test_gate_and_up_are_told_apart_by_what_they_do(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("act", "degree"),
-    [(torch.relu, 1), (lambda x: x.relu() ** 2, 2), (F.gelu, 0), (lambda x: F.leaky_relu(x, -0.3), 1)],
+    [(torch.relu, 1), (lambda x: x.relu() ** 2, 2), (F.gelu, 0), (lambda x: F.leaky_relu(x, 0.3), 1)],
 )
 def test_the_degree_of_an_activation(act: Callable[[Tensor], Tensor], degree: int) -> None:
     layers = {"up": nn.Linear(6, 8), "gate": nn.Linear(6, 8), "down": nn.Linear(8, 4)}
@@ -393,7 +393,7 @@ def test_modules_that_are_only_named_like_attention(name: str) -> None:
 LINEAR: dict[str, tuple[Callable[[Any, Tensor, Tensor, Tensor], Tensor], tuple[bool, bool, bool]]] = {
     "a cap": (lambda m, q, k, v: (torch.tanh(q @ k.mT)).softmax(-1) @ v, (True, True, True)),
     "a bias": (lambda m, q, k, v: (q @ k.mT + torch.arange(5.0)).softmax(-1) @ v, (True, True, True)),
-    "a written norm": (lambda m, q, k, v: (q / q.norm(dim=-1, keepdim=True) @ k.mT).softmax(-1) @ v, (False, True, True)),
+    "a written norm": (lambda m, q, k, v: (q / q.norm(dim=-1)[..., None] @ k.mT).softmax(-1) @ v, (False, True, True)),
     "a norm": (lambda m, q, k, v: (q @ F.normalize(k, dim=-1).mT).softmax(-1) @ v, (False, False, True)),
     "of values": (lambda m, q, k, v: (q @ k.mT).softmax(-1) @ F.layer_norm(v, (4,)), (True, True, False)),
     "after it": (lambda m, q, k, v: ((q @ k.mT).softmax(-1) @ v).tanh(), (True, True, False)),

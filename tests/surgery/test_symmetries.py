@@ -58,6 +58,11 @@ class Block(nn.Module):
         return x + self.down(self.act(up) if self.gate is None else self.act(self.gate(x)) * up)
 
 
+def some(names: Any, *quick: str) -> list[Any]:
+    """All names, of which some run in `make test`."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
 def squares(x: Tensor, *shape: int) -> Tensor:
     """Of rows, in the shape of heads."""
     return x.detach().square().sum(1).reshape(shape)
@@ -96,8 +101,8 @@ BLOCKS: dict[str, tuple[Attend, str]] = {
 TURN = torch.linalg.qr(seeded(4, 4, dtype=torch.float64))[0]
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("gated", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", some(BLOCKS, "rotary", "a cap", "mixed channels"))
 def test_the_least_sum_is_reached_and_biases_move(name: str, gated: bool) -> None:
     attend, qk = BLOCKS[name]
     model = Block(attend, F.silu if gated else torch.relu, gated)
@@ -234,7 +239,7 @@ STAY: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", STAY)
+@pytest.mark.parametrize("name", some(STAY, "written norms", "a norm of values", "GELU", "read in training"))
 def test_what_stays_is_said_and_the_rest_moves(name: str) -> None:
     make, kind, why = STAY[name]
     model = make().eval()
@@ -378,7 +383,7 @@ TORCH: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("name", some(TORCH, "three widths", "encoder layer, norm first"))
 def test_transformers_of_torch(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, x = TORCH[name]()
@@ -409,12 +414,9 @@ FAMILIES: dict[str, frozenset[str]] = {
     **dict.fromkeys(("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "pit_ti_224"), _BOTH),
     "edgenext_xx_small": frozenset({_VO}),
 }  # fmt: skip
-QUICK = ("Llama", "OLMo 2", "DeepSeek V3", "GPT-2", "vit_tiny_patch16_224")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", some(FAMILIES, "OLMo 2", "DeepSeek V3", "GPT-2"))
 @pytest.mark.parametrize("level", ["neuron", pytest.param("layer", marks=pytest.mark.slow)])
 def test_families_of_transformers(name: str, level: Any) -> None:
     torch.manual_seed(0)
