@@ -53,16 +53,29 @@ def balance_(
     operation fixes the scale of the tensors that it reads, as do layers that run twice, share a weight, have forward
     hooks or do not run torch's forward; notes give the reasons.
 
+    In transformer blocks, which :func:`anatomy` finds by running the model, scale moves along further symmetries:
+
+    * value to output, per channel of a head of values, for all heads that read it;
+    * query to key, per channel of a head of keys, for all queries that meet it; per pair of channels that rotary
+      positions turn; per head where channels mix otherwise; and not across a norm of queries or keys;
+    * up to down, per unit of an MLP (and of each expert of a stack) with a gate, ReLU or its square, for which
+      :math:`s^{2 + 2n} = n\,Q/P` with n = 2, P and Q being the two sums above.
+
+    With `level="layer"` it is one scale for each of these pairs of a block. Each symmetry is tried with random powers
+    of two, by which floating-point numbers are multiplied without rounding: the outputs must stay, in evaluation and in
+    training mode. Blocks are looked for in models that cannot be traced, multiply activations or call layers of several
+    matrices; weights of layers that are balanced on the graph are left to it, as are weights that are shared.
+
     Args:
         example: an input on which the outputs before and after are compared, with a note; None for one that is made
-            from the model's first layer, if that can be done.
+            from the model's first layer, if that can be done. Blocks need one of at least two tokens.
         optimizer: its state is rescaled too: gradients of a weight that is multiplied by s are divided by s, their
             squares by s². The next step of Adam then is the same step; that of SGD is s² times smaller.
 
     Raises:
-        NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move, if a tensor of the
-            optimizer's state has an unknown unit, or if the outputs changed by more than rounding; the model is
-            restored.
+        NotApplicableError: if the model is sharded, if no scale is free to move, if a tensor of the optimizer's state
+            has an unknown unit, or if the outputs changed by more than rounding; the model is restored. Where only
+            blocks change, that is 1e-12 of the largest output in float64 and 1e-5 in float32, or what rounding makes.
         InvalidArgumentError: for another level, or an optimizer of another model.
 
     Example:
@@ -72,10 +85,14 @@ def balance_(
         >>> edited = gonio.balance_(model, example=x, level="layer")
         >>> torch.allclose(model(x), before), torch.allclose(model[0].weight.norm(), model[2].weight.norm())
         (True, True)
+        >>> block = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+        >>> [change.path for change in gonio.balance_(block).changes]
+        ['self_attn', 'self_attn.out_proj']
 
     References: P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a time).
         https://arxiv.org/abs/1902.10416. Z. Liu et al., WEISSI, arXiv 2008.02965, equation (4).
-    Differs: residual groups share one scale, and biases carry the cumulative factor.
+    Differs: residual groups share one scale, and biases carry the cumulative factor. For values and outputs the least
+    sum over all matrices in the place of the scales, 2‖W_o W_v‖_* of each head, is lower.
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
