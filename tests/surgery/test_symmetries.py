@@ -455,3 +455,44 @@ def test_a_vision_transformer_keeps_its_mlp() -> None:
     model, x = CASES["vit_tiny_patch16_224"].make()
     edited = balance_(model.eval(), example=x)
     assert {path.rpartition(".")[2] for path in moved(model, edited)} == {"qkv", "proj"}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_that_differ_from_run_to_run(training: bool) -> None:
+    source = torch.Generator().manual_seed(0)  # of the model's own: no seed reaches it
+
+    def attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        noise = torch.rand((), generator=source, dtype=q.dtype) if m.training or not training else 1.0
+        return plain(m, q, k, v) * noise
+
+    model = Block(attend)
+    if training:
+        note = "the outputs in training mode were not compared: they fail, or differ from run to run"
+        edited = balance_(model, example=X)
+        assert note in edited.notes
+        assert moved(model, edited) == {"q", "k", "v", "o", "up", "down"}
+    else:
+        with pytest.raises(
+            NotApplicableError, match=r"value and output stays in the model: the outputs differ from run"
+        ):
+            balance_(model, example=X)
+
+
+def test_a_layer_that_the_graph_balances_is_left_to_it() -> None:
+    """Rows of v are values; its columns read a ReLU, whose scale the graph moves."""
+    layers = {name: nn.Linear(8, 8) for name in "aqkvo"}
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = torch.relu(m.a(x))
+        q, k, v = (f(t).unflatten(-1, (2, 4)).transpose(1, 2) for f, t in ((m.q, x), (m.k, x), (m.v, y)))
+        return m.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    model = Net(compute, **layers).double()
+    before = model(X).detach()
+    edited = balance_(model, example=X)
+    assert_kept(model, X, before)
+    assert moved(model, edited) == {"a", "v", "q", "k"}
+    assert (
+        "the scale of value and output stays in the model: v.weight takes part in the scales of other layers"
+        in edited.notes
+    )

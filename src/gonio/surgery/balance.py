@@ -235,7 +235,7 @@ def _note_result(
     for sentence in blocks.reasons():
         edit.note(sentence)
     if not blocks.trained:
-        edit.note("the model does not give the same outputs twice in training mode, which was not compared")
+        edit.note("the outputs in training mode were not compared: they fail, or differ from run to run")
 
 
 # --- the least sum of squares -------------------------------------------------------------------------

@@ -25,6 +25,7 @@ _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of the logarithm of a factor
 _EXPONENTS = {torch.float16: 3}  # of the powers of two of a trial, where the range of a type is small
 _SAME = {torch.float64: 1e-12}  # relative deviations of outputs; 1e-5 for other types
+_UNITS = "up and down"
 _ACTIVATION = "the activation is not positively homogeneous"
 _Grain = Literal["channel", "half", "pairs", "head", "block"]
 
@@ -107,25 +108,24 @@ def block_symmetries(
     """
     with evaluating(model) as plain:
         parameters = dict(plain.named_parameters())
-    found = anatomy(model, example=example)
+    found, trial = anatomy(model, example=example), _Trial(model, example, parameters)
     left: dict[str, list[tuple[str, str]]] = {}
     able: list[list[Symmetry]] = []
     for why, options in _candidates(found, per_unit=per_unit):
-        if all(id(parameters[side.tensor]) in taken for side in options[0].made) or (traced and why == _ACTIVATION):
+        first = options[0]
+        known = why == _ACTIVATION or all(id(parameters[side.tensor]) in taken for side in first.made)
+        if first.kind == _UNITS and traced and known:  # the graph says which activations are homogeneous
             continue
-        if why := why or _why_not(options[0], found, parameters, taken):
-            left.setdefault(why, []).append((options[0].kind, options[0].path))
+        if why := why or _why_not(first, found, parameters, taken) or trial.why_not:
+            left.setdefault(why, []).append((first.kind, first.path))
         else:
             able.append(options)
     for path, why in found.unknown.items():
         left.setdefault(why, []).append(("query, key, value and output", path))
-    trial = _Trial(model, example, parameters)
     able.sort(key=lambda options: options[0].kind)
     tried = _confirmed(trial, able)
-    for options, each in zip(able, tried, strict=True):
-        if each is None:
-            why = "the outputs change if it moves"
-            left.setdefault(why, []).append((options[0].kind, options[0].path))
+    for options in [options for options, each in zip(able, tried, strict=True) if each is None]:
+        left.setdefault("the outputs change if it moves", []).append((options[0].kind, options[0].path))
     chosen = tuple(each for each in tried if each is not None)
     kept = {why: tuple(places) for why, places in left.items()}
     rounding = trial.rounding(chosen) if chosen else 0.0
@@ -175,7 +175,7 @@ def _of_units(mlp: Mlp, *, per_unit: bool) -> Symmetry:
     grain: _Grain = "channel" if per_unit else "block"
     made, units = _sides([(0, (mlp.up,))], grain)
     read, _ = _sides([(0, (mlp.down,))], grain)
-    return Symmetry(mlp.path, "up and down", made, read, units, max(mlp.degree, 1), mlp.experts if per_unit else 0)
+    return Symmetry(mlp.path, _UNITS, made, read, units, max(mlp.degree, 1), mlp.experts if per_unit else 0)
 
 
 def _sides(heads: Iterable[tuple[int, tuple[Part, ...]]], grain: _Grain) -> tuple[tuple[Side, ...], int]:
@@ -258,6 +258,11 @@ class _Trial:
         return True
 
     @property
+    def why_not(self) -> str:
+        """Why the outputs cannot be compared; empty if they can."""
+        return "" if self._unchanged(training=False) is not None else "the outputs differ from run to run"
+
+    @property
     def trains(self) -> bool:
         """Whether the model runs in training mode, twice with the same outputs."""
         return self._unchanged(training=True) is not None
@@ -298,7 +303,9 @@ class _Trial:
             tried = {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
             for module in plain.modules() if plain is not unwrapped(self.model) else ():
                 for hooks in (module._forward_hooks, module._forward_pre_hooks):  # gonio's only read
-                    for key in [key for key, hook in hooks.items() if type(hook).__module__.startswith("gonio.")]:
+                    for key in [
+                        k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("gonio.")
+                    ]:
                         del hooks[key]
             try:
                 set_tensors_(plain, {id(self.parameters[name]): value for name, value in tried.items()})
