@@ -496,3 +496,15 @@ def test_a_layer_that_the_graph_balances_is_left_to_it() -> None:
         "the scale of value and output stays in the model: v.weight takes part in the scales of other layers"
         in edited.notes
     )
+
+
+@pytest.mark.parametrize("between", [nn.Dropout(0.1), None])
+def test_a_gated_mlp_that_can_be_traced(between: nn.Module | None) -> None:
+    layers = {"up": nn.Linear(8, 12), "gate": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
+    layers |= {} if between is None else {"drop": between}
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = F.silu(m.gate(x)) * m.up(x)
+        return m.down(y if between is None else m.drop(y))
+
+    assert {change.path for change in balance_(Net(compute, **layers).double(), example=X).changes} == {"up", "down"}

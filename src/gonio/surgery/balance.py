@@ -22,7 +22,8 @@ _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
 # Where symmetries of blocks alone move: the least that is allowed, and the most, for models that compute in float32.
 _OF_BLOCKS = {torch.float64: (1e-12, 1e-5), torch.float32: (1e-5, 1e-3)}
 _ROUNDINGS = 10  # times the deviation by rounding that was measured
-_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "mul", "imul", "scaled_dot_product_attention"})
+_AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
 _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
 
@@ -63,8 +64,8 @@ def balance_(
 
     With `level="layer"` it is one scale for each of these pairs of a block. Each symmetry is tried with random powers
     of two, by which floating-point numbers are multiplied without rounding: the outputs must stay, in evaluation and in
-    training mode. Blocks are looked for in models that cannot be traced, multiply activations or call layers of several
-    matrices; weights of layers that are balanced on the graph are left to it, as are weights that are shared.
+    training mode. Blocks are looked for in models that cannot be traced, have products of activations, gate a linear
+    layer or call layers of several matrices; weights of layers that are balanced on the graph are left to it, as are weights that are shared.
 
     Args:
         example: an input on which the outputs before and after are compared, with a note; None for one that is made
@@ -132,10 +133,11 @@ def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum,
 
 
 def _may_attend(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node multiplies activations, or calls a layer with matrices that is no layer of one weight."""
-    module = graph.called(node)
+    """Whether a node is a product of matrices, a gate of a linear layer, or a layer of several matrices."""
+    module, called = graph.called(node), called_function(node)
+    gates = called in ("mul", "imul") and any(isinstance(graph.called(user), _AFTER_GATES) for user in node.users)
     matrices = module is not None and not isinstance(module, WEIGHTED) and any(p.ndim > 1 for p in module.parameters())
-    return matrices or called_function(node) in _PRODUCTS
+    return gates or matrices or called in _PRODUCTS
 
 
 def _nothing_moves(untraced: str, variables: list[ScaleVariable], blocks: BlockSymmetries) -> NotApplicableError:

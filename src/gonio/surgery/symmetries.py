@@ -207,9 +207,10 @@ def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Par
     if {(s.tensor, 1 - s.dim) for s in symmetry.made} & {(s.tensor, s.dim) for s in symmetry.read}:
         return "one weight both computes and reads it"
     for side in (*symmetry.made, *symmetry.read):
-        last, sizes = int(side.index.max()), [parameters[side.tensor].shape[side.dim]]
-        sizes += [parameters[side.bias].shape[-1] - side.bias_start] if side.bias else []
-        if last >= min(sizes):
+        shapes = [parameters[name].shape for name in (side.tensor, side.bias) if name]
+        sizes = [shapes[0][side.dim], *(shape[-1] - side.bias_start for shape in shapes[1:])]
+        stacked = side.dim > 0 and all(len(shape) > 1 and shape[0] == symmetry.experts for shape in shapes)
+        if int(side.index.max()) >= min(sizes) or (symmetry.experts and not stacked):
             return f"{side.tensor} does not read or compute its channels one by one"
     return ""
 
