@@ -59,13 +59,14 @@ def balance_(
     * value to output, per channel of a head of values, for all heads that read it;
     * query to key, per channel of a head of keys, for all queries that meet it; per pair of channels that rotary
       positions turn; per head where channels mix otherwise; and not across a norm of queries or keys;
-    * up to down, per unit of an MLP (and of each expert of a stack) with a gate, ReLU or its square, for which
-      :math:`s^{2 + 2n} = n\,Q/P` with n = 2, P and Q being the two sums above.
+    * up to down, per unit of an MLP (of each expert of a stack) with a gate, with ReLU, or with its square, for which
+      :math:`s^6` is twice the quotient of the two sums above.
 
     With `level="layer"` it is one scale for each of these pairs of a block. Each symmetry is tried with random powers
     of two, by which floating-point numbers are multiplied without rounding: the outputs must stay, in evaluation and in
     training mode. Blocks are looked for in models that cannot be traced, have products of activations, gate a linear
-    layer or call layers of several matrices; weights of layers that are balanced on the graph are left to it, as are weights that are shared.
+    layer or call layers of several matrices. Weights that the graph balances, and shared weights, stay; notes give the
+    reasons.
 
     Args:
         example: an input on which the outputs before and after are compared, with a note; None for one that is made
