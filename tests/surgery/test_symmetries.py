@@ -310,6 +310,13 @@ def test_a_model_in_which_nothing_moves_is_refused(compute: Callable[[Any, Tenso
         balance_(opaque(compute), example=X)
 
 
+def test_blocks_without_an_example_are_not_looked_for() -> None:
+    model = nn.Transformer(8, 2, 1, 1, 12, batch_first=True)  # of two inputs
+    message = r"attention and MLP blocks stays in the model: they are found by running it, and .*; pass example="
+    with pytest.raises(NotApplicableError, match=message):
+        balance_(model)
+
+
 def test_a_wrong_symmetry_is_undone_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Block(act=F.gelu)
     up, down = (Side(f"{n}.weight", dim, bias, 0, torch.arange(12), torch.arange(12))

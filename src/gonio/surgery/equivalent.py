@@ -211,16 +211,17 @@ class SameFunction:
 
     Attributes:
         dims: the number of dimensions of each layer's outputs, by path, where all inputs agree.
+        why: why there is no input, if there is none.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model, self._given = unwrapped(model), example is not None
         self._runs: list[tuple[Any, list[Tensor]]] = []
-        self._why = "the model has no layer that tells its input size"
+        self.why = "the model has no layer that tells its input size"
         self.dims: dict[str, int] = {}
         conflicts: set[str] = set()
         if any(is_lazy(tensor) or tensor.is_meta for tensor in self.model.parameters()):
-            self._why = "the model is lazy or on the meta device"
+            self.why = "the model is lazy or on the meta device"
             return
         for candidate in (example,) if self._given else examples_for(self.model):
             try:
@@ -228,7 +229,7 @@ class SameFunction:
             except Exception as error:
                 if self._given:
                     raise
-                self._why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                self.why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
                 continue
             conflicts |= {path for path, n in dims.items() if self.dims.setdefault(path, n) != n}
             if found and all(bool(torch.isfinite(x).all()) for x in found):
@@ -251,7 +252,7 @@ class SameFunction:
         A NotApplicableError inside of the edit restores the model.
         """
         if not self._runs:
-            edit.note(f"the outputs before and after were not compared: {self._why}; pass example=")
+            edit.note(f"the outputs before and after were not compared: {self.why}; pass example=")
         for example, before in self._runs:
             try:
                 after = outputs(self.model, example)
