@@ -17,7 +17,7 @@ from bank.live import timm_models, transformers_models
 from catalog import seeded
 from gonio.errors import NotApplicableError
 from gonio.surgery import balance, balance_
-from gonio.surgery.symmetries import BlockSymmetries, Side, Symmetry
+from gonio.surgery.symmetries import BlockSymmetries, Side, Symmetry, block_symmetries
 from surgery.net import Net
 
 X = seeded(2, 5, 8, dtype=torch.float64)
@@ -515,3 +515,18 @@ def test_a_gated_mlp_that_can_be_traced(between: nn.Module | None) -> None:
         return m.down(y if between is None else m.drop(y))
 
     assert {change.path for change in balance_(Net(compute, **layers).double(), example=X).changes} == {"up", "down"}
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_model_that_computes_in_float32_may_differ_by_its_rounding(single: bool) -> None:
+    def attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q.float() @ k.float().mT).double().softmax(-1) @ v if single else plain(m, q, k, v)
+
+    model = Block(attend)
+    found = block_symmetries(model, X, per_unit=True, traced=False, taken=frozenset())
+    assert found.eps == torch.finfo(torch.float32 if single else torch.float64).eps
+    assert [each.kind for each in found.symmetries] == [_QK, _MLP, _VO]
+    assert balance._allowed(found, exact=True)[torch.float64] == (64 * found.eps if single else 1e-12)
+    before = model(X).detach()
+    balance_(model, example=X)
+    assert (float((model(X) - before).detach().abs().max() / before.abs().max()) > 1e-12) == single

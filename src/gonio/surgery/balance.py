@@ -19,9 +19,8 @@ from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
 from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, block_symmetries, least_factors
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
-# Where symmetries of blocks alone move: the least that is allowed, and the most, for models that compute in float32.
-_OF_BLOCKS = {torch.float64: (1e-12, 1e-5), torch.float32: (1e-5, 1e-3)}
-_ROUNDINGS = 10  # times the deviation by rounding that was measured
+_OF_BLOCKS = {torch.float64: 1e-12, torch.float32: 1e-5}  # where only blocks change; or, if that is more:
+_ROUNDINGS = 64  # times the rounding of a coarser type in which the model computes, as norms in float32 do
 _AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
 _SWEEPS = 10_000
@@ -121,8 +120,8 @@ def balance_(
 
 def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float]:
     """The relative deviations of the outputs, by their dtype."""
-    measured = {d: min(max(low, _ROUNDINGS * blocks.rounding), most) for d, (low, most) in _OF_BLOCKS.items()}
-    return measured if exact else {dtype: max(each, measured[dtype]) for dtype, each in _ALLOWED.items()}
+    allowed, coarser = _OF_BLOCKS if exact else _ALLOWED, min(_ROUNDINGS * blocks.eps, 0.1)
+    return {dtype: max(each, coarser) for dtype, each in allowed.items()}
 
 
 def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum, *, per_unit: bool) -> BlockSymmetries:

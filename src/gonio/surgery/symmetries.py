@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from gonio.editing.twin import evaluating, set_tensors_
@@ -79,7 +80,7 @@ class BlockSymmetries:
     symmetries: tuple[Symmetry, ...] = ()
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     left: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    rounding: float = 0.0  # the relative deviation of the outputs with factors that are rounded
+    eps: float = 0.0  # the largest rounding of the types in which the model computes
     trained: bool = True  # whether the outputs in training mode were compared, too
 
     def reasons(self) -> list[str]:
@@ -128,8 +129,7 @@ def block_symmetries(
         left.setdefault("the outputs change if it moves", []).append((options[0].kind, options[0].path))
     chosen = tuple(each for each in tried if each is not None)
     kept = {why: tuple(places) for why, places in left.items()}
-    rounding = trial.rounding(chosen) if chosen else 0.0
-    return BlockSymmetries(chosen, parameters, kept, rounding, not chosen or trial.trains)
+    return BlockSymmetries(chosen, parameters, kept, trial.coarsest() if chosen else 0.0, not chosen or trial.trains)
 
 
 # --- which there may be -----------------------------------------------------------------------------------------------
@@ -268,14 +268,11 @@ class _Trial:
         """Whether the model runs in training mode, twice with the same outputs."""
         return self._unchanged(training=True) is not None
 
-    def rounding(self, symmetries: Sequence[Symmetry]) -> float:
-        """The relative deviation of the outputs with random factors that are no powers of two."""
-        random, factors = generator(1, "symmetries"), Factors(self.parameters)
-        for each in symmetries:
-            factors.scale_(each, torch.exp2(torch.rand(_shape(each), generator=random, dtype=torch.float64)))
-        values = {name: self.parameters[name].detach() * factors.of(name) for name in factors.names}
-        before = self._unchanged(training=False)
-        return 0.0 if before is None else deviation(before, self._run(values, training=False)).relative
+    def coarsest(self) -> float:
+        """The largest rounding, relative, of the types of floating-point numbers in which the model computes."""
+        with _Coarsest() as seen:
+            self._run({}, training=False)
+        return seen.eps
 
     def _stays(self, values: Mapping[str, Tensor], *, training: bool) -> bool:
         before = self._unchanged(training=training)
@@ -314,6 +311,16 @@ class _Trial:
             finally:  # some models are their own twins
                 set_tensors_(plain, {id(value): self.parameters[name] for name, value in tried.items()})
         return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+class _Coarsest(TorchDispatchMode):
+    eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        self.eps = max([self.eps, *(torch.finfo(leaf.dtype).eps for leaf in leaves)])
+        return out
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
