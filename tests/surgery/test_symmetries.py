@@ -530,3 +530,24 @@ def test_a_model_that_computes_in_float32_may_differ_by_its_rounding(single: boo
     before = model(X).detach()
     balance_(model, example=X)
     assert (float((model(X) - before).detach().abs().max() / before.abs().max()) > 1e-12) == single
+
+
+@pytest.mark.parametrize("kind", ["gain", "bias"])
+def test_parameters_of_0_are_tried_with_other_values(kind: str) -> None:
+    """What has no effect yet has one after a step of training."""
+
+    class Late(Block):
+        def __init__(self) -> None:
+            super().__init__(self._attends, self._acts)
+            self.late = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+        def _attends(self, m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plain(m, q, k, v + self.late if kind == "bias" else v)
+
+        def _acts(self, x: Tensor) -> Tensor:
+            return x.relu() + self.late * x.tanh() if kind == "gain" else x.relu()
+
+    model = Late()
+    edited = balance_(model, example=X)
+    assert moved(model, edited) == ({"q", "k", "v", "o"} if kind == "gain" else {"q", "k", "up", "down"})
+    assert "the outputs change if it moves" in str(edited)

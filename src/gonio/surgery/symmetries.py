@@ -236,11 +236,21 @@ def _held(trial: _Trial, symmetries: list[Symmetry]) -> list[Symmetry | None]:
 
 
 class _Trial:
-    """Runs of a model with other values of its parameters, which the model keeps."""
+    """Runs of a model with other values of its parameters, which the model keeps.
+
+    Parameters of one value, such as a bias or a gain of 0 before training, get random ones, with which the outputs show
+    what they do.
+    """
 
     def __init__(self, model: nn.Module, example: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.model, self.example, self.parameters = model, example, parameters
         self._before: dict[bool, list[Tensor] | None] = {}
+        random = generator(1, "symmetries")
+        self._random: dict[str, Tensor] = {}
+        for name, p in parameters.items():
+            value = p.detach()
+            if value.numel() and why_not_dense(p) is None and bool((value == value.flatten()[0]).all()):
+                self._random[name] = value + 0.1 * torch.randn(value.shape, generator=random).to(value)
 
     def holds(self, symmetries: Sequence[Symmetry]) -> bool:
         """Whether the outputs stay with random factors, and with their inverses."""
@@ -253,7 +263,8 @@ class _Trial:
             factors = Factors(self.parameters)
             for each, exponent in zip(symmetries, exponents, strict=True):
                 factors.scale_(each, torch.exp2(sign * exponent))
-            values = {name: self.parameters[name].detach() * factors.of(name) for name in factors.names}
+            old = {name: self._random.get(name, self.parameters[name].detach()) for name in factors.names}
+            values = {name: value * factors.of(name) for name, value in old.items()}
             if not all(self._stays(values, training=mode) for mode in (False, True)):
                 return False
         return True
@@ -290,6 +301,9 @@ class _Trial:
             with suppress(Exception):
                 first, second = (self._run({}, training=training) for _ in range(2))
                 self._before[training] = first if _same(first, second) else None
+            if self._before[training] is None and self._random and not training:
+                self._random, self._before = {}, {}  # the model does not take other values
+                return self._unchanged(training=training)
         return self._before[training]
 
     def _run(self, values: Mapping[str, Tensor], *, training: bool) -> list[Tensor]:
@@ -298,7 +312,8 @@ class _Trial:
             torch.default_generator.manual_seed(0)
             for index in devices:
                 torch.cuda.default_generators[index].manual_seed(0)
-            tried = {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
+            changed = {**self._random, **values}
+            tried = {name: nn.Parameter(value, requires_grad=False) for name, value in changed.items()}
             for module in plain.modules() if plain is not unwrapped(self.model) else ():
                 for hooks in (module._forward_hooks, module._forward_pre_hooks):  # gonio's only read
                     for key in [
