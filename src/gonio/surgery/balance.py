@@ -63,9 +63,9 @@ def balance_(
 
     With `level="layer"` it is one scale for each of these pairs of a block. Each symmetry is tried with random powers
     of two, by which floating-point numbers are multiplied without rounding: the outputs must stay, in evaluation and in
-    training mode, also with random values in the place of parameters of one value, such as biases of 0. Blocks are looked for in models that cannot be traced, have products of activations, gate a linear
-    layer or call layers of several matrices. Weights that the graph balances, and shared weights, stay; notes give the
-    reasons.
+    training mode, with random values in the place of parameters of one value, such as biases of 0. Blocks are looked
+    for in models that cannot be traced, have products of activations, gate a linear layer or call layers of several
+    matrices. Weights that the graph balances, and shared weights, stay; notes give the reasons.
 
     Args:
         example: an input on which the outputs before and after are compared, with a note; None for one that is made
