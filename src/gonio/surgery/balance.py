@@ -128,11 +128,11 @@ def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum,
     """The symmetries of attention and MLP blocks, of a model in which there may be some."""
     if not graph.reason and not any(_may_attend(graph, node) for node in graph.nodes):
         return BlockSymmetries()
-    if same.example is None:
+    if same.input is None:
         why = f"they are found by running it, and {same.why}; pass example="
         return BlockSymmetries(left={why: (("attention and MLP blocks", ""),)})
     taken = frozenset(id(p) for layer in least.layers for p in layer.module.parameters(recurse=False))
-    return block_symmetries(model, same.example, per_unit=per_unit, traced=not graph.reason, taken=taken)
+    return block_symmetries(model, same.input, per_unit=per_unit, traced=not graph.reason, taken=taken)
 
 
 def _may_attend(graph: Graph, node: fx.Node) -> bool:

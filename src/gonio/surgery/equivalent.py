@@ -243,7 +243,7 @@ class SameFunction:
             del self.dims[path]
 
     @property
-    def example(self) -> Any:
+    def input(self) -> Any:
         """An input that the model takes, the one of most dimensions; None if there is none."""
         return self._runs[-1][0] if self._runs else None
 
