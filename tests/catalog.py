@@ -681,6 +681,17 @@ VERBS += [
     _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
+    *[
+        _verb(
+            f"balance_ {level} of blocks",
+            lambda m, level=level: S.balance_(m, level=level),
+            model=_attention_network,
+            inputs=_tokens,
+            keeps_function=True,
+            idempotent=True,
+        )
+        for level in ("neuron", "layer")
+    ],
     _verb("recycle_", lambda m: S.recycle_(m), model=_network_with_faults, keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),

@@ -361,3 +361,18 @@ def test_checkpointing_and_exceptions_leave_no_mode_behind() -> None:
     optimizer.step()
     torch.testing.assert_close(clip.largest()["attend"].double(), model.attend.logits(X), rtol=1e-5, atol=0)
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_biases_of_torchs_separate_weights_are_those_of_their_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(12, 3, kdim=6, vdim=7, batch_first=True)
+    with torch.no_grad():
+        model.in_proj_bias.copy_(seeded(36))
+    inputs, before = (seeded(2, 5, 12), seeded(2, 4, 6), seeded(2, 4, 7)), model.in_proj_bias.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clip = gonio.clip_qk_(model, optimizer, limit=1e-3, example=inputs)
+    model(*inputs)[0].sum().backward()
+    optimizer.step()
+    factors = clip.factors()[""].sqrt().repeat_interleave(4)
+    assert bool((factors < 1).all())
+    torch.testing.assert_close(model.in_proj_bias.detach(), before * torch.cat([factors, factors, torch.ones(12)]))

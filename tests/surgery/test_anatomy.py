@@ -119,6 +119,23 @@ def test_torchs_attention(attention: nn.Module, example: Any, query: str, key: s
     assert str(block.output[2]) == "out_proj.weight[:, 8:12]"
 
 
+def test_biases_of_torchs_separate_weights_are_parts_of_one_tensor() -> None:
+    attention = nn.MultiheadAttention(12, 3, kdim=6, vdim=7)
+    (block,) = anatomy(attention, example=(_X, seeded(2, 5, 6), seeded(2, 5, 7))).attention
+    parts = [heads[1][0] for heads in (block.query, block.key, block.value)]
+    assert [part.bias_start + part.indices[0] for part in parts] == [4, 16, 28]
+    (block,) = anatomy(nn.MultiheadAttention(12, 3), example=(_X, _X, _X)).attention
+    assert [heads[1][0].bias_start for heads in (block.query, block.key, block.value)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_norm_of_the_input_and_a_compiled_block(compiled: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True, norm_first=True)
+    found = anatomy(nn.Sequential(torch.compile(layer, backend="eager") if compiled else layer), example=_X)
+    assert [str(block) for block in found.attention] == ["3 heads of 4"]
+    assert [mlp.down.tensor for mlp in found.mlps] == ["0.linear2.weight"]
+
+
 def test_torchs_transformer_layers_with_masks() -> None:
     model = nn.Transformer(12, 4, 1, 1, 20, batch_first=True)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
@@ -211,6 +228,18 @@ def test_gate_and_up_are_told_apart_by_what_they_do(name: str) -> None:
     assert anatomy(fused, example=seeded(5, 6)).mlps == ()  # two calls of one layer
     (mlp,) = anatomy(Net(_once(act), both=nn.Linear(6, 16), **layers), example=seeded(5, 6)).mlps
     assert (str(mlp.up), str(mlp.gate)) == ("both.weight[8:16]", "both.weight[0:8]")
+
+
+@pytest.mark.parametrize(
+    ("act", "degree"),
+    [(torch.relu, 1), (lambda x: x.relu() ** 2, 2), (F.gelu, 0), (lambda x: F.leaky_relu(x, 0.3), 1)],
+)
+def test_the_degree_of_an_activation(act: Callable[[Tensor], Tensor], degree: int) -> None:
+    layers = {"up": nn.Linear(6, 8), "gate": nn.Linear(6, 8), "down": nn.Linear(8, 4)}
+    (mlp,) = anatomy(Net(lambda m, x: m.down(act(m.up(x))), **layers), example=seeded(5, 6)).mlps
+    assert mlp.degree == degree
+    (mlp,) = anatomy(Net(lambda m, x: m.down(F.gelu(m.gate(x)) * m.up(x)), **layers), example=seeded(5, 6)).mlps
+    assert mlp.degree == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -359,6 +388,32 @@ def test_modules_that_are_only_named_like_attention(name: str) -> None:
         assert str(block.key[0][0]) == "k_proj.weight[0:4]"
         return
     assert found.attention == ()
+
+
+LINEAR: dict[str, tuple[Callable[[Any, Tensor, Tensor, Tensor], Tensor], tuple[bool, bool, bool]]] = {
+    "a cap": (lambda m, q, k, v: (torch.tanh(q @ k.mT)).softmax(-1) @ v, (True, True, True)),
+    "a bias": (lambda m, q, k, v: (q @ k.mT + torch.arange(5.0)).softmax(-1) @ v, (True, True, True)),
+    "a written norm": (lambda m, q, k, v: (q / q.norm(dim=-1)[..., None] @ k.mT).softmax(-1) @ v, (False, True, True)),
+    "a norm": (lambda m, q, k, v: (q @ F.normalize(k, dim=-1).mT).softmax(-1) @ v, (False, False, True)),
+    "of values": (lambda m, q, k, v: (q @ k.mT).softmax(-1) @ F.layer_norm(v, (4,)), (True, True, False)),
+    "after it": (lambda m, q, k, v: ((q @ k.mT).softmax(-1) @ v).tanh(), (True, True, False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_proportional_to_the_rows(name: str, fused: bool) -> None:
+    """Also where one weight computes all three, and the norm of one is not one of the others."""
+    compute, linear = LINEAR[name]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in m.qkv(x).chunk(3, -1))
+        return m.o(compute(m, q, k, v).transpose(1, 2).flatten(2))
+
+    model = Net(forward, qkv=nn.Linear(8, 24), o=nn.Linear(8, 8)) if fused else MultiHeadAttention(compute)
+    (block,) = anatomy(model, example=seeded(2, 5, 8)).attention
+    assert block.linear == linear
+    assert block.normed == (name == "a norm")
 
 
 def test_the_control_is_attention() -> None:

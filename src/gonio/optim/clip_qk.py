@@ -267,7 +267,7 @@ def _scale_(parameters: Mapping[str, nn.Parameter], parts: Sequence[Part], facto
         for start, stop in part.rows:
             parameters[part.tensor].narrow(part.dim, start, stop - start).mul_(factor)
             if part.bias:
-                parameters[part.bias].narrow(0, start, stop - start).mul_(factor)
+                parameters[part.bias].narrow(0, start + part.bias_start, stop - start).mul_(factor)
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ class Attention:
         normed: whether queries or keys pass a norm after their layer, so that the scale of the rows has no effect.
         scales: whether the logits are proportional to the outputs of the rows of a head's queries, and of its keys; not
             so behind a norm, a cap, or with a bias that depends on positions.
+        linear: whether the products of queries and keys are proportional to the outputs of the rows of the queries, and
+            of the keys, and what the next layer reads to those of the values; not so behind a norm.
     """
 
     path: str
@@ -48,6 +50,7 @@ class Attention:
     rotary: Literal["", "half", "pairs"] | None = None
     normed: bool = False
     scales: tuple[bool, bool] = (False, False)
+    linear: tuple[bool, bool, bool] = (False, False, False)
     # Where queries (…, tokens, size) count the heads: dimensions from the end, and the head of each index along them.
     places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
     alone: bool = field(default=True, repr=False)  # whether the module multiplies no other queries and keys
@@ -84,6 +87,8 @@ class Mlp:
         up, down: the rows that compute the units, and the columns that read them.
         gate: the rows whose activation multiplies the outputs of `up`; None where there is none.
         experts: the number of experts in a stacked weight; 0 for no stack.
+        degree: 1 if what `down` reads is proportional to the outputs of `up`, as with a gate or ReLU; 2 if to their
+            squares, as with a squared ReLU; 0 for neither.
     """
 
     path: str
@@ -91,6 +96,7 @@ class Mlp:
     down: Part
     gate: Part | None = None
     experts: int = 0
+    degree: int = 0
 
     def __str__(self) -> str:
         many = f"{self.experts} experts of " if self.experts else ""
@@ -214,10 +220,10 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     inner = unwrapped(model)
     given = generated_example(inner) if example is None else example
     with torch.inference_mode(False), torch.enable_grad():
-        return _taken_apart(inner, record(inner, given))
+        return _taken_apart(record(inner, given))
 
 
-def _taken_apart(inner: nn.Module, run: Run) -> Anatomy:
+def _taken_apart(run: Run) -> Anatomy:
     unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
@@ -228,12 +234,12 @@ def _taken_apart(inner: nn.Module, run: Run) -> Anatomy:
             blocks[found.path, found.query] = found
     read = {part.tensor for block in blocks.values() for part in block.output}
     names: dict[int, list[str]] = {}
-    for name, parameter in inner.named_parameters(remove_duplicate=False):
+    for name, parameter in run.parameters.items():
         names.setdefault(id(parameter), []).append(name)
     paths = Counter(path for path, _ in blocks) + Counter(list(unknown))
     return Anatomy(
         tuple(replace(block, alone=paths[block.path] == 1) for block in blocks.values()),
-        tuple(dict.fromkeys(mlp for mlp in _mlps(run, dict(inner.named_parameters())) if mlp.down.tensor not in read)),
+        tuple(dict.fromkeys(mlp for mlp in _mlps(run) if mlp.down.tensor not in read)),
         tuple(dict.fromkeys(name for name, _ in run.tables)),
         tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
         tuple(dict.fromkeys(call.tensor for _, x in run.chosen if (call := _one(run, x)) is not None)),
@@ -380,31 +386,55 @@ class _Block:
         everything = [*queries, *own_keys, *own_values, *([shared] if any(shared.values()) else [])]
         if not all(_apart(a, b) for a, b in itertools.combinations(everything, 2)):
             return "the rows of its heads, or of its queries, keys and values, are not different ones"
-        output = self._columns(queries, own_values, groups)
+        later = self.run.calls[self.product.calls :]
+        reader = next((call for call in later if call.pointwise and _reached([call.x], [self.out])), None)
+        if reader is None:
+            return "no layer reads its result"
+        output = self._columns(reader, queries, own_values, groups)
         if isinstance(output, str):
             return output
         query, key, value = (tuple(self._rows(each) for each in some) for some in (queries, own_keys, own_values))
         dims, order = places
-        outs = [self.calls[n].out for some in (queries, keys) for each in some for n in each]
-        normed = bool(_norms_between(self.run, [self.query, self.key], outs))
+        normed = self._normed([self.query, self.key], [*queries, *keys])
         scales = (False, False) if normed else (self._scales(queries), self._scales([*keys, shared]))
+        products = self.query @ self.key.mT
+        linear = (not normed and self._proportional(products, queries),
+                  not normed and self._proportional(products, [*keys, shared]),
+                  not self._normed([reader.x], own_values) and self._proportional(reader.x, own_values))  # fmt: skip
         where = tuple(d - self.query.ndim for d in dims), tuple(order)
-        return Attention(self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
-                         self._rotation(queries[0]), normed, scales, where, kernel=self.product.kernel)  # fmt: skip
+        return Attention(
+            self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
+            self._rotation(queries[0]), normed, scales, linear, where, kernel=self.product.kernel,
+        )  # fmt: skip
 
     def _rows(self, sources: _Sources) -> tuple[Part, ...]:
         return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
 
     def _scales(self, sources: list[_Sources]) -> bool:
         """Whether the logits are proportional to what these rows give: their derivative along it is they themselves."""
-        if self.product.passed or not all(self.calls[n].plain for each in sources for n in each):
+        if self.product.passed:
             return False
         logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
-        logits = torch.where(logits > _MASKED, logits, torch.zeros_like(logits))
+        return self._proportional(torch.where(logits > _MASKED, logits, torch.zeros_like(logits)), sources)
+
+    def _proportional(self, x: Tensor, sources: list[_Sources]) -> bool:
+        """Whether a tensor is proportional to what these rows give, biases included."""
+        if not all(self.calls[n].plain for each in sources for n in each):
+            return False
         joined: dict[int, frozenset[int]] = {}
         for each in sources:
             joined.update({n: joined.get(n, frozenset()) | channels for n, channels in each.items()})
-        return _equal(_changes(logits, [joined], self.calls)[0], logits)
+        return _equal(_changes(x, [joined], self.calls)[0], x)
+
+    def _normed(self, xs: Sequence[Tensor], sources: list[_Sources]) -> bool:
+        """Whether a norm lies between these rows and any of the tensors."""
+        used = list({n: None for each in sources for n in each})
+        for norm in _norms_between(self.run, xs, [self.calls[n].out for n in used]):
+            gradients = zip(used, _gradients(norm, [self.calls[n].out for n in used]), strict=True)
+            found = {n: _channels(g, self.calls[n].channel) for n, g in gradients if g is not None}
+            if not all(_apart(each, found) for each in sources):
+                return True
+        return False
 
     def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
         """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
@@ -420,12 +450,10 @@ class _Block:
             return None
         return "" if kinds == {0} else "pairs" if kinds <= {0, 1} else "half"
 
-    def _columns(self, queries: list[_Sources], values: list[_Sources], groups: list[int]) -> tuple[Part, ...] | str:
+    def _columns(
+        self, reader: Call, queries: list[_Sources], values: list[_Sources], groups: list[int]
+    ) -> tuple[Part, ...] | str:
         """For each head the columns of the next layer, that its queries and its values change and no others do."""
-        later = self.run.calls[self.product.calls :]
-        reader = next((call for call in later if call.pointwise and _reached([call.x], [self.out])), None)
-        if reader is None:
-            return "no layer reads its result"
         of_queries = self._moved(reader, queries)
         of_values = self._moved(reader, values)
         shared = len(of_values) < len(of_queries)
@@ -486,19 +514,17 @@ def _apart(a: _Sources, b: _Sources) -> bool:
 # --- feed-forward blocks ----------------------------------------------------------------------------------------------
 
 
-def _mlps(run: Run, parameters: Mapping[str, Tensor]) -> Iterator[Mlp]:
+def _mlps(run: Run) -> Iterator[Mlp]:
     for number, reader in enumerate(run.calls):
         try:
-            found = (
-                _mlp_of(run, reader, run.calls[:number], parameters) if reader.pointwise and reader.x.numel() else None
-            )
+            found = _mlp_of(run, reader, run.calls[:number]) if reader.pointwise and reader.x.numel() else None
         except RuntimeError:  # a function of the model's own has no derivative
             found = None
         if found is not None:
             yield found
 
 
-def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[str, Tensor]) -> Mlp | None:
+def _mlp_of(run: Run, reader: Call, before: Sequence[Call]) -> Mlp | None:
     """The block whose last layer is the reader, if it is one."""
     calls = [before[n] for n in _sources(reader.x, before)]
     if not 1 <= len(calls) <= 2 or _reached([reader.x], [x for _, x in run.tables]):
@@ -507,12 +533,11 @@ def _mlp_of(run: Run, reader: Call, before: Sequence[Call], parameters: Mapping[
     halves = _halves([(call, call.out) for call in calls], units, reader.x.numel() // units)
     if not halves or not _entrywise(reader, calls, halves) or _norms_between(run, [reader.x], outs):
         return None
-    up, gate = _roles(reader, outs, halves)
-    weight = parameters[calls[0].tensor]
+    up, gate, degree = _roles(reader, outs, halves)
+    weight = run.parameters[calls[0].tensor]
     stacked = weight.shape[0] if weight.ndim == 3 and reader.channel == -1 else 0
-    return (
-        None if up is None else Mlp(reader.path, up, Part.of(reader.tensor, range(units), reader.in_dim), gate, stacked)
-    )
+    down = Part.of(reader.tensor, range(units), reader.in_dim)
+    return None if up is None else Mlp(reader.path, up, down, gate, stacked, degree)
 
 
 def _norms_between(run: Run, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
@@ -552,15 +577,16 @@ def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> 
     return True
 
 
-def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part | None, Part | None]:
-    """Which part is up, and which is the gate; (None, None) where that is not known."""
+def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part | None, Part | None, int]:
+    """Which part is up, which is the gate, and :attr:`Mlp.degree`; (None, None, 0) where that is not known."""
     noise = _noise(reader.x)
     gradients = torch.autograd.grad((reader.x * noise).sum(), outs, retain_graph=True)
     terms = (reader.x * noise).detach().movedim(reader.channel, -1)
     if len(halves) == 1:
-        slopes = (gradients[0].movedim(reader.channel, -1).reshape(noise.movedim(reader.channel, -1).shape)
-                  / noise.movedim(reader.channel, -1))  # fmt: skip
-        return (None, None) if bool((slopes - slopes.flatten()[0]).abs().max() < 1e-5) else (halves[0][0], None)
+        slopes, out = (t.detach().movedim(reader.channel, -1).reshape(terms.shape) for t in (gradients[0], outs[0]))
+        if bool(((ratio := slopes / noise.movedim(reader.channel, -1)) - ratio.flatten()[0]).abs().max() < 1e-5):
+            return None, None, 0
+        return halves[0][0], None, next((n for n in (1, 2) if _equal(slopes * out, n * terms)), 0)
     linear, positive = [], []
     for _, n, channels in halves:
         g, out = (t.detach().movedim(reader.channel, -1)[..., channels] for t in (gradients[n], outs[n]))
@@ -570,5 +596,5 @@ def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part 
     if linear == [True, True]:  # the gate of ReLU is where both are proportional
         linear = [not p for p in positive]
     if linear not in ([True, False], [False, True]):
-        return None, None
-    return (halves[0][0], halves[1][0]) if linear[0] else (halves[1][0], halves[0][0])
+        return None, None, 0
+    return (halves[0][0], halves[1][0], 1) if linear[0] else (halves[1][0], halves[0][0], 1)

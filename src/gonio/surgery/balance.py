@@ -6,17 +6,23 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, move_state_
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.equivalent import SameFunction
-from gonio.surgery.graph import Graph, trace
+from gonio.surgery.facts import WEIGHTED
+from gonio.surgery.graph import Graph, called_function, trace
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
+from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, block_symmetries, least_factors
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
+_OF_BLOCKS = {torch.float64: 1e-12, torch.float32: 1e-5}  # where only blocks change; or, if that is more:
+_ROUNDINGS = 64  # times the rounding of a coarser type in which the model computes, as norms in float32 do
+_AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
 _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
 
@@ -47,16 +53,30 @@ def balance_(
     operation fixes the scale of the tensors that it reads, as do layers that run twice, share a weight, have forward
     hooks or do not run torch's forward; notes give the reasons.
 
+    In transformer blocks, which :func:`anatomy` finds by running the model, scale moves along further symmetries:
+
+    * value to output, per channel of a head of values, for all heads that read it;
+    * query to key, per channel of a head of keys, for all queries that meet it; per pair of channels that rotary
+      positions turn; per head where channels mix otherwise; and not across a norm of queries or keys;
+    * up to down, per unit of an MLP (of each expert of a stack) with a gate, with ReLU, or with its square, for which
+      :math:`s^6` is twice the quotient of the two sums above.
+
+    With `level="layer"` it is one scale for each of these pairs of a block. Each symmetry is tried with random powers
+    of two, by which floating-point numbers are multiplied without rounding: the outputs must stay, in evaluation and in
+    training mode, with random values in the place of parameters of one value, such as biases of 0. Blocks are looked
+    for in models that cannot be traced, have products of activations, gate a linear layer or call layers of several
+    matrices. Weights that the graph balances, and shared weights, stay; notes give the reasons.
+
     Args:
         example: an input on which the outputs before and after are compared, with a note; None for one that is made
-            from the model's first layer, if that can be done.
+            from the model's first layer, if that can be done. Blocks need one of at least two tokens.
         optimizer: its state is rescaled too: gradients of a weight that is multiplied by s are divided by s, their
             squares by s². The next step of Adam then is the same step; that of SGD is s² times smaller.
 
     Raises:
-        NotApplicableError: if the model cannot be traced or is sharded, if no scale is free to move, if a tensor of the
-            optimizer's state has an unknown unit, or if the outputs changed by more than rounding; the model is
-            restored.
+        NotApplicableError: if the model is sharded, if no scale is free to move, if a tensor of the optimizer's state
+            has an unknown unit, or if the outputs changed by more than rounding; the model is restored. Where only
+            blocks change, that is 1e-12 of the largest output in float64 and 1e-5 in float32, or what rounding makes.
         InvalidArgumentError: for another level, or an optimizer of another model.
 
     Example:
@@ -66,10 +86,14 @@ def balance_(
         >>> edited = gonio.balance_(model, example=x, level="layer")
         >>> torch.allclose(model(x), before), torch.allclose(model[0].weight.norm(), model[2].weight.norm())
         (True, True)
+        >>> block = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+        >>> [change.path for change in gonio.balance_(block).changes]
+        ['self_attn', 'self_attn.out_proj']
 
     References: P. Stock et al., "Equi-normalization of neural networks", ICLR 2019, section 3 (two layers at a time).
         https://arxiv.org/abs/1902.10416. Z. Liu et al., WEISSI, arXiv 2008.02965, equation (4).
-    Differs: residual groups share one scale, and biases carry the cumulative factor.
+    Differs: residual groups share one scale, and biases carry the cumulative factor. For values and outputs the least
+    sum over all matrices in the place of the scales, 2‖W_o W_v‖_* of each head, is lower.
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
@@ -77,21 +101,55 @@ def balance_(
     refuse_shards(model, "balance_")
     same = SameFunction(model, example)
     graphs = [trace(model, training=mode, dims=same.dims) for mode in (False, True)]
-    for graph in graphs:
-        if graph.reason:
-            raise _not_applicable(f"the model cannot be traced ({graph.reason})", "Balance its parts.")
-    variables = _variables(*graphs)
+    untraced = next((graph.reason for graph in graphs if graph.reason), "")
+    variables = [] if untraced else _variables(*graphs)
     free = [variable for variable in variables if variable.free()]
-    if not free:
-        why = "; ".join(sorted({v.pinned for v in variables if v.pinned})) or "no layer feeds another"
-        raise _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
     least = least_scales(free, per_channel=level == "neuron")
+    blocks = _blocks(model, same, graphs[0], least, per_unit=level == "neuron")
+    if not free and not blocks.symmetries:
+        raise _nothing_moves(untraced, variables, blocks)
+    of_blocks = least_factors(blocks.symmetries, blocks.parameters)
     with Edit(model, "balance_") as edit:
         for layer in least.layers:
             _rescale_(edit, layer, *least.factors(layer), optimizer)
-        _note_result(edit, variables, least)
-        same.check_(edit, "balance", _ALLOWED, 0.1)
+        _rescale_blocks_(edit, of_blocks, optimizer)
+        _note_result(edit, variables, least, blocks, of_blocks)
+        same.check_(edit, "balance", _allowed(blocks, exact=not free), 0.1)
     return edit.done()
+
+
+def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float]:
+    """The relative deviations of the outputs, by their dtype."""
+    allowed, coarser = _OF_BLOCKS if exact else _ALLOWED, min(_ROUNDINGS * blocks.eps, 0.1)
+    return {dtype: max(each, coarser) for dtype, each in allowed.items()}
+
+
+def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum, *, per_unit: bool) -> BlockSymmetries:
+    """The symmetries of attention and MLP blocks, of a model in which there may be some."""
+    if not graph.reason and not any(_may_attend(graph, node) for node in graph.nodes):
+        return BlockSymmetries()
+    if same.input is None:
+        why = f"they are found by running it, and {same.why}; pass example="
+        return BlockSymmetries(left={why: (("attention and MLP blocks", ""),)})
+    taken = frozenset(id(p) for layer in least.layers for p in layer.module.parameters(recurse=False))
+    return block_symmetries(model, same.input, per_unit=per_unit, traced=not graph.reason, taken=taken)
+
+
+def _may_attend(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node is a product of matrices, a gate of a linear layer, or a layer of several matrices."""
+    module, called = graph.called(node), called_function(node)
+    gates = called in ("mul", "imul") and any(isinstance(graph.called(user), _AFTER_GATES) for user in node.users)
+    matrices = module is not None and not isinstance(module, WEIGHTED) and any(p.ndim > 1 for p in module.parameters())
+    return gates or matrices or called in _PRODUCTS
+
+
+def _nothing_moves(untraced: str, variables: list[ScaleVariable], blocks: BlockSymmetries) -> NotApplicableError:
+    if untraced:
+        why = "; ".join(blocks.reasons()) or "it has no known attention or MLP"
+        return _not_applicable(f"the model cannot be traced ({untraced}), and {why}", "Balance its parts.")
+    pinned = [*sorted({v.pinned for v in variables if v.pinned}), *blocks.reasons()]
+    why = "; ".join(pinned) or "no layer feeds another"
+    return _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
 
 
 def _not_applicable(why: str, do: str) -> NotApplicableError:
@@ -122,13 +180,33 @@ def _rescale_(
     if layer.module._parameters.get("bias") is not None and not bool((rows == 1).all()):
         factors["bias"] = rows
     for name, factor in factors.items():
-        parameter = layer.module.get_parameter(name)
-        factor = factor.to(parameter.device)
-        edit.set_data_(parameter, (parameter.detach().double() * factor).to(parameter.dtype))
-        if optimizer is not None:
-            move_state_(edit, optimizer, layer.path, parameter, factor)
-    low, high = float(factors["weight"].min()), float(factors["weight"].max())
-    edit.changed(layer.path, f"× {low:.3g}" if math.isclose(low, high) else f"× {low:.3g} … {high:.3g}")
+        _multiply_(edit, layer.path, layer.module.get_parameter(name), factor, optimizer)
+    edit.changed(layer.path, _shown([factors["weight"]]))
+
+
+def _multiply_(
+    edit: Edit, path: str, parameter: nn.Parameter, factor: Tensor, optimizer: torch.optim.Optimizer | None
+) -> None:
+    factor = factor.to(parameter.device)
+    edit.set_data_(parameter, (parameter.detach().double() * factor).to(parameter.dtype))
+    if optimizer is not None:
+        move_state_(edit, optimizer, path, parameter, factor)
+
+
+def _shown(factors: list[Tensor]) -> str:
+    low, high = min(float(f.min()) for f in factors), max(float(f.max()) for f in factors)
+    return f"× {low:.3g}" if math.isclose(low, high) else f"× {low:.3g} … {high:.3g}"
+
+
+def _rescale_blocks_(edit: Edit, least: LeastFactors, optimizer: torch.optim.Optimizer | None) -> None:
+    """Multiply the weights and biases of blocks by their factors, and the optimizer's state with them."""
+    changed: dict[str, list[Tensor]] = {}
+    for name in least.factors.names:
+        path, factor = name.rpartition(".")[0], least.factors.exact(name)
+        _multiply_(edit, path, least.factors.parameters[name], factor, optimizer)
+        changed.setdefault(path, []).append(factor)
+    for path, factors in changed.items():
+        edit.changed(path, _shown(factors))
 
 
 def _weight_factor(layer: ChannelMap, rows: Tensor, columns: Tensor) -> Tensor:
@@ -145,10 +223,13 @@ def _weight_factor(layer: ChannelMap, rows: Tensor, columns: Tensor) -> Tensor:
     return flat.view(*flat.shape, *[1] * (weight.dim() - 2))
 
 
-def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) -> None:
-    wasted = 1 - least.after / least.before if least.before > 0 else 0.0
-    edit.note(f"Σ‖W‖² of these layers {least.before:.6g} → {least.after:.6g}: {wasted:.1%} of it was wasted")
-    if not least.converged:
+def _note_result(
+    edit: Edit, variables: list[ScaleVariable], least: LeastSum, blocks: BlockSymmetries, of_blocks: LeastFactors
+) -> None:
+    before, after = least.before + of_blocks.before, least.after + of_blocks.after
+    wasted = 1 - after / before if before > 0 else 0.0
+    edit.note(f"Σ‖W‖² of these layers {before:.6g} → {after:.6g}: {wasted:.1%} of it was wasted")
+    if not (least.converged and of_blocks.converged):
         edit.note("the search for the least sum has not converged: balance again to lower it further")
     pinned: dict[str, list[str]] = {}
     for variable in variables:
@@ -156,6 +237,10 @@ def _note_result(edit: Edit, variables: list[ScaleVariable], least: LeastSum) ->
             pinned.setdefault(variable.pinned, []).append(variable.producers[0].path)
     for why, paths in pinned.items():
         edit.note(f"the output of {listing(paths)} keeps its scale: {why}")
+    for sentence in blocks.reasons():
+        edit.note(sentence)
+    if not blocks.trained:
+        edit.note("the outputs in training mode were not compared: they fail, or differ from run to run")
 
 
 # --- the least sum of squares -------------------------------------------------------------------------

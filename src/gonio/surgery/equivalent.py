@@ -212,16 +212,17 @@ class SameFunction:
     Attributes:
         example: the given input.
         dims: the number of dimensions of each layer's outputs, by path, where all inputs agree.
+        why: why there is no input, if there is none.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model, self.example, self._given = unwrapped(model), example, example is not None
         self._runs: list[tuple[Any, list[Tensor]]] = []
-        self._why = "the model has no layer that tells its input size"
+        self.why = "the model has no layer that tells its input size"
         self.dims: dict[str, int] = {}
         conflicts: set[str] = set()
         if any(is_lazy(tensor) or tensor.is_meta for tensor in self.model.parameters()):
-            self._why = "the model is lazy or on the meta device"
+            self.why = "the model is lazy or on the meta device"
             return
         for candidate in (example,) if self._given else examples_for(self.model):
             try:
@@ -229,7 +230,7 @@ class SameFunction:
             except Exception as error:
                 if self._given:
                     raise
-                self._why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                self.why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
                 continue
             conflicts |= {path for path, n in dims.items() if self.dims.setdefault(path, n) != n}
             if found and all(bool(torch.isfinite(x).all()) for x in found):
@@ -241,13 +242,18 @@ class SameFunction:
         for path in conflicts:
             del self.dims[path]
 
+    @property
+    def input(self) -> Any:
+        """An input that the model takes, the one of most dimensions; None if there is none."""
+        return self._runs[-1][0] if self._runs else None
+
     def check_(self, edit: Edit, action: str, allowed: Mapping[torch.dtype, float], otherwise: float) -> None:
         """Raise unless the outputs are the same, up to these relative deviations by dtype; notes the result.
 
         A NotApplicableError inside of the edit restores the model.
         """
         if not self._runs:
-            edit.note(f"the outputs before and after were not compared: {self._why}; pass example=")
+            edit.note(f"the outputs before and after were not compared: {self.why}; pass example=")
         for example, before in self._runs:
             try:
                 after = outputs(self.model, example)

@@ -34,6 +34,8 @@ _FUNCTIONAL_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_no
 class Part:
     """Rows of a weight (of columns, where `dim` is 1), as half-open ranges in their order.
 
+    The entries of `bias` that belong to them are `bias_start` further on.
+
     Example:
         >>> from gonio.surgery import Part
         >>> Part("qkv.weight", ((0, 4), (8, 12))).count, str(Part("qkv.weight", ((0, 4), (8, 12))))
@@ -44,9 +46,10 @@ class Part:
     rows: tuple[tuple[int, int], ...]
     dim: int = 0
     bias: str = ""
+    bias_start: int = 0
 
     @classmethod
-    def of(cls, tensor: str, indices: Sequence[int], dim: int = 0, bias: str = "") -> Part:
+    def of(cls, tensor: str, indices: Sequence[int], dim: int = 0, bias: str = "", bias_start: int = 0) -> Part:
         """The part of these indices."""
         ranges: list[tuple[int, int]] = []
         for index in sorted(indices):
@@ -54,7 +57,7 @@ class Part:
                 ranges[-1] = (ranges[-1][0], index + 1)
             else:
                 ranges.append((index, index + 1))
-        return cls(tensor, tuple(ranges), dim, bias)
+        return cls(tensor, tuple(ranges), dim, bias, bias_start)
 
     @property
     def count(self) -> int:
@@ -83,6 +86,7 @@ class Call:
         channel: the dimension of `out` (and of `x`) that counts the outputs (and the inputs).
         pointwise: whether each position is computed from the same position alone.
         plain: whether the bias is none or a parameter, so that a factor of rows and bias is one of the output.
+        bias_start: the number of the entry of the bias that belongs to row 0.
     """
 
     path: str
@@ -97,10 +101,11 @@ class Call:
     channel: int
     pointwise: bool = True
     plain: bool = True
+    bias_start: int = 0
 
     def part(self, channels: Sequence[int]) -> Part:
         """The rows of the weight that compute these channels of the output."""
-        return Part.of(self.tensor, [self.start + c for c in channels], self.out_dim, self.bias)
+        return Part.of(self.tensor, [self.start + c for c in channels], self.out_dim, self.bias, self.bias_start)
 
 
 @dataclass
@@ -109,6 +114,7 @@ class Run:
 
     Attributes:
         norms: the gains of norms.
+        parameters: those of the model under all of their names, without those of wrappers.
         normed: results of norms.
         tables: parameters that are looked up, with the results.
         chosen: the scores of which the largest were chosen, for example by a router.
@@ -116,6 +122,7 @@ class Run:
 
     calls: list[Call] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     norms: dict[str, None] = field(default_factory=dict)  # in order
     normed: list[Tensor] = field(default_factory=list)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -129,7 +136,7 @@ class Recorder(Products):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.run = Run()
+        self.run = Run(parameters=dict(model.named_parameters(remove_duplicate=False)))
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in model.named_parameters() if p.numel()}
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
@@ -231,7 +238,8 @@ class Recorder(Products):
             return out
         factor = torch.where(x == 0, torch.ones_like(x), out / x).detach()
         passed = out.detach() + ((x - x.detach()) * factor).to(out.dtype)
-        self.run.normed.append(passed)
+        if passed.requires_grad:  # not of the input of the model
+            self.run.normed.append(passed)
         return self.label([x], passed, "norm")
 
     def _norm_hook(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -289,15 +297,16 @@ class Recorder(Products):
         shifts, made = [None] * 3 if bias is None else bias.chunk(3), []
         places = [self._located(weight) for weight in weights]
         known = "" if bias is None else self._names.get(id(bias), "")
-        for place, weight, shift, x in zip(places, weights, shifts, (a["query"], a["key"], a["value"]), strict=True):
+        inputs = (a["query"], a["key"], a["value"])
+        for n, (place, weight, shift, x) in enumerate(zip(places, weights, shifts, inputs, strict=True)):
             if place is None:
                 self.run.unknown[self.stack[-1]] = "a weight of torch's attention is computed from other tensors"
                 return result
             ended = F.linear(x, weight, shift).detach().requires_grad_()
             plain = bias is None or bool(known)
-            self.run.calls.append(
-                Call(self.stack[-1], place[0], known, 0, 1, place[1], None, x, ended, -1, plain=plain)
-            )
+            first = n * len(weight) - place[1]  # the biases of separate weights are one tensor
+            made_by = Call(self.stack[-1], place[0], known, 0, 1, place[1], None, x, ended, -1, True, plain, first)
+            self.run.calls.append(made_by)
             made.append(ended.clone().unflatten(-1, (a["num_heads"], -1)).permute(1, 2, 0, 3))
         query, key, value = made
         logits = query @ key.mT * query.shape[-1] ** -0.5

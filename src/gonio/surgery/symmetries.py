@@ -1,0 +1,455 @@
+"""The exact symmetries of transformer blocks: scale that moves between two weights without changing the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from gonio.editing.twin import evaluating, set_tensors_
+from gonio.editing.wrapping import unwrapped
+from gonio.errors import listing
+from gonio.seeding import generator
+from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
+from gonio.surgery.equivalent import call, deviation
+from gonio.surgery.facts import why_not_dense
+from gonio.surgery.recording import Part
+
+_SWEEPS = 10_000
+_CONVERGED = 1e-13  # of the logarithm of a factor
+_EXPONENTS = {torch.float16: 3}  # of the powers of two of a trial, where the range of a type is small
+_SAME = {torch.float64: 1e-12}  # relative deviations of outputs; 1e-5 for other types
+_UNITS = "up and down"
+_ACTIVATION = "the activation is not positively homogeneous"
+_Grain = Literal["channel", "half", "pairs", "head", "block"]
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Rows of a weight along a dimension, with the number of the factor of each."""
+
+    tensor: str
+    dim: int
+    bias: str
+    bias_start: int
+    index: Tensor
+    units: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Symmetry:
+    r"""Factors :math:`s > 0` by which rows are multiplied, and other rows or columns by :math:`s^{-degree}`.
+
+    Attributes:
+        path: the module of the block.
+        kind: the two weights, in words.
+        made, read: what is multiplied, with its biases, and what is divided.
+        units: the number of factors, for each of the experts of a stacked weight.
+    """
+
+    path: str
+    kind: str
+    made: tuple[Side, ...]
+    read: tuple[Side, ...]
+    units: int
+    degree: int = 1
+    experts: int = 0
+
+    @property
+    def tensors(self) -> dict[str, None]:
+        """The names of the weights and biases, in order."""
+        return {name: None for side in (*self.made, *self.read) for name in (side.tensor, side.bias) if name}
+
+
+@dataclass(frozen=True)
+class BlockSymmetries:
+    """The symmetries of a model that were confirmed, and why others were not.
+
+    Attributes:
+        parameters: by name, those of the model.
+        left: the pairs of weights and the path of each block that is left alone, by the reason.
+    """
+
+    symmetries: tuple[Symmetry, ...] = ()
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    left: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    eps: float = 0.0  # the largest rounding of the types in which the model computes
+    trained: bool = True  # whether the outputs in training mode were compared, too
+
+    def reasons(self) -> list[str]:
+        """What is left alone and why, one sentence for each pair and reason."""
+        found = []
+        for why, places in self.left.items():
+            for kind in dict.fromkeys(kind for kind, _ in places):
+                paths = [path or "the model" for of, path in places if of == kind]
+                found.append(f"the scale of {kind} stays in {listing(paths)}: {why}")
+        return found
+
+
+def block_symmetries(
+    model: nn.Module, example: Any, *, per_unit: bool, traced: bool, taken: frozenset[int]
+) -> BlockSymmetries:
+    """Find the symmetries of attention and MLP blocks by :func:`gonio.surgery.anatomy`, and confirm them by running.
+
+    Each one is tried with random powers of two, which floating-point numbers are multiplied by without rounding: the
+    outputs must stay, in evaluation and in training mode. Of several grains the finest that is confirmed is taken.
+
+    Args:
+        example: an input of the model.
+        per_unit: one factor per channel or head, else one per block.
+        traced: whether the graph of the model says what it knows of activations.
+        taken: the `id` of parameters that are left alone.
+    """
+    with evaluating(model) as plain:
+        parameters = dict(plain.named_parameters())
+    found, trial = anatomy(model, example=example), _Trial(model, example, parameters)
+    left: dict[str, list[tuple[str, str]]] = {}
+    able: list[list[Symmetry]] = []
+    for why, options in _candidates(found, per_unit=per_unit):
+        first = options[0]
+        known = why == _ACTIVATION or all(id(parameters[side.tensor]) in taken for side in first.made)
+        if first.kind == _UNITS and traced and known:  # the graph says which activations are homogeneous
+            continue
+        if why := why or _why_not(first, found, parameters, taken) or trial.why_not:
+            left.setdefault(why, []).append((first.kind, first.path))
+        else:
+            able.append(options)
+    for path, why in found.unknown.items():
+        left.setdefault(why, []).append(("query, key, value and output", path))
+    able.sort(key=lambda options: options[0].kind)
+    tried = _confirmed(trial, able)
+    for options in [options for options, each in zip(able, tried, strict=True) if each is None]:
+        left.setdefault("the outputs change if it moves", []).append((options[0].kind, options[0].path))
+    chosen = tuple(each for each in tried if each is not None)
+    kept = {why: tuple(places) for why, places in left.items()}
+    return BlockSymmetries(chosen, parameters, kept, trial.coarsest() if chosen else 0.0, not chosen or trial.trains)
+
+
+# --- which there may be -----------------------------------------------------------------------------------------------
+
+
+def _candidates(found: Anatomy, *, per_unit: bool) -> Iterator[tuple[str, list[Symmetry]]]:
+    """For each pair of weights why its scale is fixed, and what to try, the finest grain first."""
+    for block in found.attention:
+        why = "" if all(block.linear[:2]) else "the products are not proportional to queries and keys"
+        why = "a norm follows queries or keys" if block.normed else why
+        yield why, [_of_queries(block, grain) for grain in _grains(block.rotary, per_unit, block)]
+        why = "" if block.linear[2] else "the next layer reads what is not proportional to the values"
+        yield why, [_of_values(block, grain) for grain in (("channel", "head") if per_unit else ("block",))]
+    for mlp in found.mlps:
+        yield "" if mlp.degree else _ACTIVATION, [_of_units(mlp, per_unit=per_unit)]
+
+
+def _grains(rotary: str | None, per_unit: bool, block: Attention) -> tuple[_Grain, ...]:
+    if not per_unit:
+        return ("block",)
+    pairs: dict[str | None, tuple[_Grain, ...]] = {"": ("channel",), "half": ("half",), "pairs": ("pairs",)}
+    even = block.head_size % 2 == 0 or not rotary
+    return (*(pairs.get(rotary, ()) if even and not block.shared_key else ()), "head")
+
+
+def _of_queries(block: Attention, grain: _Grain) -> Symmetry:
+    """Queries of all heads of a group are multiplied, its keys divided; where keys are shared, all heads are one."""
+    one = bool(block.shared_key)
+    groups = [0] * block.heads if one else list(block.groups)
+    made, units = _sides(zip(groups, block.query, strict=True), grain)
+    keys = [(0 if one else n, parts) for n, parts in enumerate(block.key)]
+    read, _ = _sides([*keys, *([(0, block.shared_key)] if one else [])], grain)
+    return Symmetry(block.path, "query and key", made, read, units)
+
+
+def _of_values(block: Attention, grain: _Grain) -> Symmetry:
+    made, units = _sides(enumerate(block.value), grain)
+    read, _ = _sides(((group, (part,)) for group, part in zip(block.groups, block.output, strict=True)), grain)
+    return Symmetry(block.path, "value and output", made, read, units)
+
+
+def _of_units(mlp: Mlp, *, per_unit: bool) -> Symmetry:
+    grain: _Grain = "channel" if per_unit else "block"
+    made, units = _sides([(0, (mlp.up,))], grain)
+    read, _ = _sides([(0, (mlp.down,))], grain)
+    return Symmetry(mlp.path, _UNITS, made, read, units, max(mlp.degree, 1), mlp.experts if per_unit else 0)
+
+
+def _sides(heads: Iterable[tuple[int, tuple[Part, ...]]], grain: _Grain) -> tuple[tuple[Side, ...], int]:
+    """The parts of the heads of these groups, joined by tensor, and the number of factors."""
+    joined: dict[tuple[str, int, str, int], list[tuple[Tensor, Tensor]]] = {}
+    most = 0
+    for group, parts in heads:
+        place = torch.arange(sum(part.count for part in parts))
+        half = max(len(place) // 2, 1)
+        within = {"channel": place, "half": place % half, "pairs": place // 2}.get(grain, torch.zeros_like(place))
+        units = within + (0 if grain == "block" else group * (int(within.max()) + 1))
+        most = max(most, int(units.max()) + 1)
+        for part, mine in zip(parts, units.split([part.count for part in parts]), strict=True):
+            key = (part.tensor, part.dim, part.bias, part.bias_start)
+            joined.setdefault(key, []).append((torch.tensor(part.indices), mine))
+    return tuple(Side(*key, *map(torch.cat, zip(*each, strict=True))) for key, each in joined.items()), most
+
+
+def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Parameter], taken: frozenset[int]) -> str:
+    """Why the scale of a pair of weights cannot move; empty if it may."""
+    tied = {name for names in found.ties for name in names}
+    for name in symmetry.tensors:
+        if name in tied:
+            return f"{name} is shared with another layer"
+        if (why := why_not_dense(parameters[name])) is not None:
+            return f"{name}: {why}"
+        if id(parameters[name]) in taken:
+            return f"{name} takes part in the scales of other layers"
+    if {(s.tensor, 1 - s.dim) for s in symmetry.made} & {(s.tensor, s.dim) for s in symmetry.read}:
+        return "one weight both computes and reads it"
+    for side in (*symmetry.made, *symmetry.read):
+        shapes = [parameters[name].shape for name in (side.tensor, side.bias) if name]
+        sizes = [shapes[0][side.dim], *(shape[-1] - side.bias_start for shape in shapes[1:])]
+        stacked = side.dim > 0 and all(len(shape) > 1 and shape[0] == symmetry.experts for shape in shapes)
+        if int(side.index.max()) >= min(sizes) or (symmetry.experts and not stacked):
+            return f"{side.tensor} does not read or compute its channels one by one"
+    return ""
+
+
+# --- confirmed by running ---------------------------------------------------------------------------------------------
+
+
+def _confirmed(trial: _Trial, able: list[list[Symmetry]]) -> list[Symmetry | None]:
+    """For each list of grains the first one that is confirmed."""
+    found = _held(trial, [options[0] for options in able])
+    rest = [n for n, each in enumerate(found) if each is None and len(able[n]) > 1]
+    for n, each in zip(rest, _confirmed(trial, [able[n][1:] for n in rest]) if rest else (), strict=True):
+        found[n] = each
+    return found
+
+
+def _held(trial: _Trial, symmetries: list[Symmetry]) -> list[Symmetry | None]:
+    """Those that hold, and None for others; by halves where not all do."""
+    if not symmetries or trial.holds(symmetries):
+        return list(symmetries)
+    half = len(symmetries) // 2
+    return [*_held(trial, symmetries[:half]), *_held(trial, symmetries[half:])] if half else [None]
+
+
+class _Trial:
+    """Runs of a model with other values of its parameters, which the model keeps.
+
+    Parameters of one value, such as a bias or a gain of 0 before training, get random ones, with which the outputs show
+    what they do.
+    """
+
+    def __init__(self, model: nn.Module, example: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.model, self.example, self.parameters = model, example, parameters
+        self._before: dict[bool, list[Tensor] | None] = {}
+        random = generator(1, "symmetries")
+        self._random: dict[str, Tensor] = {}
+        for name, p in parameters.items():
+            value = p.detach()
+            if value.numel() and why_not_dense(p) is None and bool((value == value.flatten()[0]).all()):
+                self._random[name] = value + 0.1 * torch.randn(value.shape, generator=random).to(value)
+
+    def holds(self, symmetries: Sequence[Symmetry]) -> bool:
+        """Whether the outputs stay with random factors, and with their inverses."""
+        random = generator(0, "symmetries")
+        most = min(_EXPONENTS.get(p.dtype, 20) for s in symmetries for p in map(self.parameters.__getitem__, s.tensors))
+        exponents = [
+            torch.randint(-most, most + 1, _shape(each), generator=random, dtype=torch.float64) for each in symmetries
+        ]
+        for sign in (1, -1):
+            factors = Factors(self.parameters)
+            for each, exponent in zip(symmetries, exponents, strict=True):
+                factors.scale_(each, torch.exp2(sign * exponent))
+            old = {name: self._random.get(name, self.parameters[name].detach()) for name in factors.names}
+            values = {name: value * factors.of(name) for name, value in old.items()}
+            if not all(self._stays(values, training=mode) for mode in (False, True)):
+                return False
+        return True
+
+    @property
+    def why_not(self) -> str:
+        """Why the outputs cannot be compared; empty if they can."""
+        return "" if self._unchanged(training=False) is not None else "the outputs differ from run to run"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model runs in training mode, twice with the same outputs."""
+        return self._unchanged(training=True) is not None
+
+    def coarsest(self) -> float:
+        """The largest rounding, relative, of the types of floating-point numbers in which the model computes."""
+        with _Coarsest() as seen:
+            self._run({}, training=False)
+        return seen.eps
+
+    def _stays(self, values: Mapping[str, Tensor], *, training: bool) -> bool:
+        before = self._unchanged(training=training)
+        if before is None:
+            return training  # a model that runs only in evaluation mode, or draws numbers that have no seed
+        with suppress(Exception):  # a model can raise anything at weights that it does not take
+            after = self._run(values, training=training)
+            return _same(before, after)
+        return False
+
+    def _unchanged(self, *, training: bool) -> list[Tensor] | None:
+        """The outputs of the model as it is; None if it does not run, or if they are not the same in two runs."""
+        if training not in self._before:
+            self._before[training] = None
+            with suppress(Exception):
+                first, second = (self._run({}, training=training) for _ in range(2))
+                self._before[training] = first if _same(first, second) else None
+            if self._before[training] is None and self._random and not training:
+                self._random, self._before = {}, {}  # the model does not take other values
+                return self._unchanged(training=training)
+        return self._before[training]
+
+    def _run(self, values: Mapping[str, Tensor], *, training: bool) -> list[Tensor]:
+        devices = sorted({p.device.index for p in self.parameters.values() if p.device.type == "cuda"})
+        with evaluating(self.model) as plain, torch.no_grad(), torch.random.fork_rng(devices=devices):
+            torch.default_generator.manual_seed(0)
+            for index in devices:
+                torch.cuda.default_generators[index].manual_seed(0)
+            changed = {**self._random, **values}
+            tried = {name: nn.Parameter(value, requires_grad=False) for name, value in changed.items()}
+            for module in plain.modules() if plain is not unwrapped(self.model) else ():
+                for hooks in (module._forward_hooks, module._forward_pre_hooks):  # gonio's only read
+                    for key in [
+                        k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("gonio.")
+                    ]:
+                        del hooks[key]
+            try:
+                set_tensors_(plain, {id(self.parameters[name]): value for name, value in tried.items()})
+                leaves, _ = tree_flatten(call(plain.train(training), self.example))
+            finally:  # some models are their own twins
+                set_tensors_(plain, {id(value): self.parameters[name] for name, value in tried.items()})
+        return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+class _Coarsest(TorchDispatchMode):
+    eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        self.eps = max([self.eps, *(torch.finfo(leaf.dtype).eps for leaf in leaves)])
+        return out
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return deviation(a, b).relative <= min(_SAME.get(x.dtype, 1e-5) for x in a)
+
+
+# --- factors ----------------------------------------------------------------------------------------------------------
+
+
+def _shape(symmetry: Symmetry) -> tuple[int, ...]:
+    return (symmetry.experts, symmetry.units) if symmetry.experts else (symmetry.units,)
+
+
+class Factors:
+    """By the name of a tensor and a dimension, the factors along it (of a stack of experts, for each expert)."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._along: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that have factors, in the order of the model."""
+        scaled = {name for name, _ in self._along}
+        return [name for name in self.parameters if name in scaled]
+
+    def scale_(self, symmetry: Symmetry, factors: Tensor) -> None:
+        """Multiply both sides of a symmetry."""
+        for sides, power in ((symmetry.made, 1), (symmetry.read, -symmetry.degree)):
+            for side in sides:
+                own = factors.pow(power)[..., side.units]
+                places = [(side.tensor, side.dim, side.index)]
+                if side.bias:
+                    places.append((side.bias, self.parameters[side.bias].ndim - 1, side.index + side.bias_start))
+                for name, dim, index in places:
+                    shape = (*factors.shape[:-1], self.parameters[name].shape[dim])
+                    along = self._along.setdefault((name, dim), torch.ones(shape, dtype=torch.float64))
+                    along[..., index] *= own
+
+    def of(self, name: str) -> Tensor:
+        """The factor of every entry of a tensor, of its type; broadcasts."""
+        return self.exact(name).to(self.parameters[name].dtype)
+
+    def exact(self, name: str) -> Tensor:
+        """The factor of every entry of a tensor in float64."""
+        parameter = self.parameters[name]
+        found = torch.ones([1] * parameter.ndim, dtype=torch.float64)
+        for (tensor, dim), along in self._along.items():
+            if tensor == name:
+                shape = [1] * parameter.ndim
+                shape[dim] = along.shape[-1]
+                if along.ndim == 2:
+                    shape[0] = len(along)
+                found = found * along.reshape(shape)
+        return found.to(parameter.device)
+
+    def squares(self, symmetry: Symmetry, sides: Sequence[Side]) -> Tensor:
+        """For each factor the sum of squares of the weights that it acts on, at the present factors."""
+        found = torch.zeros(_shape(symmetry), dtype=torch.float64)
+        for side in sides:
+            index = side.index.to(self.parameters[side.tensor].device)
+            rows = self._squared(side.tensor).index_select(side.dim, index).movedim(side.dim, -1)
+            rows = rows.flatten(1, -2).sum(1) if symmetry.experts else rows.flatten(0, -2).sum(0)
+            found.index_add_(-1, side.units, rows.cpu())
+        return found
+
+    def sum_of_squares(self, names: Iterable[str]) -> float:
+        """The sum of squares of these tensors, at the present factors."""
+        return math.fsum(float(self._squared(name).sum()) for name in names)
+
+    def _squared(self, name: str) -> Tensor:
+        return (self.parameters[name].detach().double() * self.exact(name)).square()
+
+
+@dataclass
+class LeastFactors:
+    """The factors of the least sum of squares, with the sums of squares of these weights before and after."""
+
+    factors: Factors
+    before: float = 0.0
+    after: float = 0.0
+    converged: bool = True
+
+
+@torch.no_grad()
+def least_factors(symmetries: Sequence[Symmetry], parameters: Mapping[str, nn.Parameter]) -> LeastFactors:
+    r"""The factors at which the sum of the squared weights is least.
+
+    With P and Q the sums of squares of what a factor multiplies and of what it divides, :math:`s^2 P + Q / s^{2n}` is
+    least at :math:`s^{2 + 2n} = nQ/P`, n being the degree. Weights that have factors along two dimensions couple
+    them; then this is repeated until nothing moves, as the sum is convex in the logarithms.
+    """
+    least = LeastFactors(Factors(parameters))
+    dims: dict[str, set[int]] = {}
+    for each in symmetries:
+        for side in (*each.made, *each.read):
+            dims.setdefault(side.tensor, set()).add(side.dim)
+    coupled = [each for each in symmetries if any(len(dims.get(name, ())) > 1 for name in each.tensors)]
+    least.before = least.factors.sum_of_squares(dims)
+    moved = [_improve_(least.factors, each) for each in symmetries]
+    for _ in range(_SWEEPS if coupled and moved else 0):
+        if max(_improve_(least.factors, each) for each in coupled) < _CONVERGED:
+            break
+    else:
+        least.converged = not coupled
+    least.after = least.factors.sum_of_squares(dims)
+    return least
+
+
+def _improve_(factors: Factors, symmetry: Symmetry) -> float:
+    """Give one symmetry its best factors, the others held; the largest step of a logarithm."""
+    made, read = factors.squares(symmetry, symmetry.made), factors.squares(symmetry, symmetry.read)
+    n = symmetry.degree
+    # what is never computed or never read has no best scale: it stays
+    step = torch.where((made > 0) & (read > 0), (n * read / made).pow(1 / (2 + 2 * n)), 1.0)
+    factors.scale_(symmetry, step)
+    return float(step.log().abs().max())
