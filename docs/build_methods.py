@@ -97,10 +97,7 @@ TOPICS = {
 README_METHODS = {
     "gain-tanh": "初始化的增益",
     "orthogonality-spread": "软正交",
-    "som-spread": "自正交",
-    "spectral-lipschitz": "谱归一化",
     "weight-norm-grows": "权重归一化",
-    "log-is-not-fooled": "尺度偏移不变正则",
     "int8-balance": "`balance_`",
     "bn-batch-2": "批大小为 2 时的组归一化",
 }
