@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,7 +21,14 @@ import typer
 from typer.core import TyperGroup
 
 import gonio
-from gonio.errors import GonioError, Interrupted, InvalidArgumentError, PlanChangedError, UnknownNameError
+from gonio.errors import (
+    GonioError,
+    Interrupted,
+    InvalidArgumentError,
+    PlanChangedError,
+    UnknownNameError,
+    closest,
+)
 from gonio.escaping import plain, printed, write_text
 
 if TYPE_CHECKING:
@@ -150,6 +158,7 @@ class Commands(TyperGroup):
             raise typer.Exit(ExitCode.INTERRUPTED) from error
         except Exception as error:
             if type(error).__module__.startswith(("typer.", "click.")):
+                _in_plain_words(error)
                 raise
             print_err(traceback.format_exc())
             print_err("gonio: this is a defect of gonio; please report it with the lines above")
@@ -160,6 +169,28 @@ class Commands(TyperGroup):
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
+
+
+_WORDS = {
+    r"^Value error, ": "",
+    r"Input should be greater than or equal to (\S+)": r"it must be \1 or more",
+    r"Input should be less than or equal to (\S+)": r"it must be at most \1",
+    r"Input should be a valid integer.*": "it must be a whole number",
+    r"Input should be a valid number.*": "it must be a number",
+}
+
+
+def _in_plain_words(error: Any) -> None:
+    """The message of an option's value without the words of its validator, and with the nearest choice."""
+    text = getattr(error, "message", None)
+    if not isinstance(text, str):
+        return
+    for pattern, words in _WORDS.items():
+        text = re.sub(pattern, words, text)
+    if found := re.search(r"^'([^']*)' is not one of (.*)\.$", text):
+        near = closest(found[1], re.findall(r"'([^']*)'", found[2]), count=1)
+        text += f" Did you mean {near[0]!r}?" if near else ""
+    error.message = text
 
 
 def _exit_code(error: GonioError | OSError) -> ExitCode:
@@ -183,7 +214,8 @@ def _plan_changes(error: PlanChangedError) -> str:
     rows = [("setting", "study", "command"), *((key, old[:60], new[:60]) for key, old, new in error.changes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    do = "Repeat the study's settings to resume it, or choose another folder; only seeds and recipes can be added."
+    do = "Repeat the study's settings to resume it, or choose another folder (-o NEW); only seeds and recipes can be "
+    do += "added."
     return "\n  ".join(["the study has another plan:", *lines]) + f"\n{do}"
 
 

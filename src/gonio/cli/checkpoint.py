@@ -109,6 +109,8 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         found = _differs(model.state_dict(), checkpoint.state) or f"{error!s:.300}"
         do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
+        if not model.state_dict().keys() & checkpoint.state.keys():
+            do = "No name is in both: the checkpoint is of another architecture. Name its own model (file.py:factory)."
         if any(".parametrizations." in name for name in checkpoint.state):
             do = "Its weights are parametrized: pass their recipe, or a factory that parametrizes the model."
         raise NotApplicableError(f"the checkpoint {checkpoint.path!r}", "", found, do) from error

@@ -20,7 +20,7 @@ from gonio.measuring.reading.torch_files import load_torch
 from gonio.models.by_name import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
-from gonio.surgery.equivalent import outputs
+from gonio.surgery.equivalent import misfit, outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 _SOURCE_SUFFIXES = (*KINDS, ".json")
@@ -79,7 +79,7 @@ def read_batch(word: str, *, option: str) -> Any:
     path = Path(word)
     if path.suffix in _BATCH_SUFFIXES:
         return _batch_from_file(path)
-    sizes = word.split("x")
+    sizes = word.replace(",", "x").split("x")
     digits = all(size.isascii() and size.isdigit() and len(size) <= 10 and int(size) > 0 for size in sizes)
     if not digits or math.prod(map(int, sizes)) > _MOST_NUMBERS:
         takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
@@ -116,6 +116,7 @@ def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
     except GonioError:
         raise
     except Exception as error:  # whatever a user's model raises
-        found = (str(error).splitlines() or [type(error).__name__])[0]
-        do = "Give the sizes of the model's input."
+        found, do = misfit(model, batch)
+        found = found or (str(error).splitlines() or [type(error).__name__])[0]
+        do = do or "Give the sizes of the model's input."
         raise InvalidArgumentError(f"{option} must be an input that the model takes", found, do) from error

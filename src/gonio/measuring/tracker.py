@@ -312,7 +312,7 @@ def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:
         InvalidArgumentError: for any other object, and for an existing CSV file with other columns.
     """
     if isinstance(logger, (str, os.PathLike)):
-        return _to_csv(Path(logger), figures)
+        return _to_csv(_csv_path(Path(logger)), figures)
     if not isinstance(logger, logging.Logger):  # whose log() takes a level and a text
         for name, send in _METHODS.items():
             method = getattr(logger, name, None)
@@ -347,6 +347,17 @@ def _log_all(method: Callable[..., object], step: int, rows: Rows) -> None:
 
 
 _METHODS = {"add_scalar": _add_scalar, "log_metrics": _log_all, "log_metric": _log_metric, "log": _log_all}
+
+
+def _csv_path(path: Path) -> Path:
+    """The path, if it is one of a CSV file in a folder that exists."""
+    takes = "Tracker(to=) takes the path of a CSV file, a logger or a function"
+    if path.suffix != ".csv":
+        do = "For TensorBoard pass torch.utils.tensorboard.SummaryWriter(), for W&B the run; a path ends in .csv."
+        raise InvalidArgumentError(takes, repr(str(path)), do)
+    if not path.parent.is_dir():
+        raise InvalidArgumentError(takes, f"no folder {str(path.parent)!r} for {path.name!r}", "Create it.")
+    return path
 
 
 def _to_csv(path: Path, figures: Sequence[str]) -> Send:
