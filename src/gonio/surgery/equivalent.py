@@ -161,7 +161,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         what, wanted, axis = "features", module.in_features, given.dim() - 1
     else:
         return "", ""
-    if axis not in (0, 1, given.dim() - 1) or given.shape[axis] == wanted:
+    if axis < 0 or axis not in (0, 1, given.dim() - 1) or given.shape[axis] == wanted:
         return "", ""
     sizes = list(given.shape)
     sizes[axis] = wanted
