@@ -5,7 +5,7 @@ alone takes a second to import. The top of a file imports typer and light module
 imports of what it runs.
 """
 
-from gonio.cli import check, compare, doctor, explain, measure, recipe, report, reproduce
+from gonio.cli import check, compare, cost, doctor, explain, measure, recipe, report, reproduce
 from gonio.cli.app import app, main
 
 __all__ = ["app", "main"]
@@ -20,6 +20,7 @@ for _name, _command in (
     ("apply", recipe.apply),
     ("fold", recipe.fold),
     ("compare", compare.compare),
+    ("cost", cost.cost),
     ("reproduce", reproduce.reproduce),
     ("report", report.report),
     ("status", report.status),
