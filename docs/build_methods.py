@@ -63,6 +63,7 @@ CHINESE = Language(
     words={
         **committed.CHINESE,
         "points": "个百分点",
+        "within": "不超过",
         "degrees": "度",
         "decades": "个数量级",
         "octaves": "个倍频程",

@@ -15,7 +15,16 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import NotApplicableError
 from gonio.geometry import Layout, layout_of
 from gonio.measuring.private_torch import recurrent_weights, weights_of_hooks
-from gonio.measuring.reading.entry import CONSTANT, FIXED, PADDING, TensorEntry, header_of, infer, is_batched_kernel
+from gonio.measuring.reading.entry import (
+    CONSTANT,
+    FACTOR,
+    FIXED,
+    PADDING,
+    TensorEntry,
+    header_of,
+    infer,
+    is_batched_kernel,
+)
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
@@ -52,7 +61,8 @@ def _placed(entries: list[TensorEntry], adapted: AdaptedLayers) -> Iterator[Tens
     """The entries with their names in the model without adapters."""
     for entry in entries:
         part, plain = adapted.role_of(entry.name)
-        yield replace(entry, role="adapter" if part else entry.role, weight_name="" if plain == entry.name else plain)
+        entry = replace(entry, role="adapter", kind=FACTOR) if part else entry
+        yield replace(entry, weight_name="" if plain == entry.name else plain)
 
 
 def _of_adapters(adapted: AdaptedLayers) -> Iterator[TensorEntry]:
