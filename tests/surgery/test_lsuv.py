@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import gonio
 from catalog import VERBS, seeded
+from gonio import parametrizations as P
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.surgery import lsuv_
 from surgery.net import Net, tied
@@ -62,6 +64,24 @@ def test_modes_and_buffers_stay() -> None:
 def test_nothing_to_scale(layer: nn.Module, message: str) -> None:
     with pytest.raises(NoMatchError, match=message):
         lsuv_(nn.Sequential(layer), seeded(2, 2))
+
+
+COMPUTED = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "sphere": lambda layer: gonio.parametrize_(layer, P.Sphere()) and layer,
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_weights_that_are_computed_are_left_and_named(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), COMPUTED[kind](nn.Linear(8, 8))).eval()
+    before = model[2].weight.detach().clone()
+    text = str(lsuv_(model, seeded(64, 8)))
+    assert "2 stays" in text
+    assert "0  output std" in text
+    assert torch.equal(model[2].weight, before)
 
 
 def test_a_tied_weight_is_scaled_once() -> None:

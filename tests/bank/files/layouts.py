@@ -45,8 +45,8 @@ def tensors(
     return file
 
 
-def of_transformers(make: Callable[[Any], nn.Module]) -> Callable[[Path], File]:
-    """A small model of transformers, as `save_pretrained` writes it."""
+def of_transformers(make: Callable[[Any], nn.Module], experts: str = "") -> Callable[[Path], File]:
+    """A small model of transformers, as `save_pretrained` writes it; `experts` are stored with that axis first."""
 
     def file(folder: Path) -> File:
         kit = transformers()
@@ -56,6 +56,9 @@ def of_transformers(make: Callable[[Any], nn.Module]) -> Callable[[Path], File]:
         weights = floats(
             {n: v for n, v in load_file(folder / "model.safetensors").items() if ".parametrizations." not in n}
         )
+        for name, value in weights.items():
+            if experts and value.ndim == 3:
+                weights[name] = (value.mT if experts == "inputs" else value).flatten(0, 1)
         return File(source=folder, weights={**weights, **_computed(model)}, live=model)
 
     return file
@@ -90,6 +93,18 @@ class Modulated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(normal(1, 16, 24, 3, 3))
+
+
+def stacks(
+    shapes: Mapping[str, tuple[int, ...]], beside: Mapping[str, tuple[int, ...]], turned: bool = False
+) -> Callable[[Path], File]:
+    """Stacks of experts, (experts, outputs, inputs), or turned, beside other tensors; matrices are weights as well."""
+    held = {name: normal(*shape) for name, shape in (*shapes.items(), *beside.items())}
+    views = {name: (held[name].mT if turned else held[name]).flatten(0, 1) for name in shapes}
+    return tensors(held, *(name for name in beside if name.endswith("weight")), views=views)
+
+
+ROUTER = {"mlp.router.weight": (3, 16)}
 
 
 def modulated(folder: Path) -> File:
@@ -174,9 +189,29 @@ CASES: dict[str, Case] = {
     "experts called a weight": Case(
         MOE, tensors({"input_linear.weight": normal(4, 96, 64), "router.weight": normal(4, 64)}, "router.weight",
                      refused={"input_linear.weight": "a stack of matrices, or kernels of 64 positions"})),
-    "experts with biases": Case(
-        MOE, tensors({"gate_up.weight": normal(4, 64, 96), "gate_up.bias": normal(4, 96)},
-                     refused={"gate_up.weight": "a stack of matrices"})),
+    "experts with biases": Case(MOE, stacks({"gate_up.weight": (4, 64, 96)}, {"gate_up.bias": (4, 96)}, turned=True)),
+    "square experts with biases": Case(
+        MOE, tensors({"up.weight": normal(4, 64, 64), "up.bias": normal(4, 64)},
+                     refused={"up.weight": "a stack of matrices"})),
+    "experts with a fused gate": Case(
+        MOE, stacks({"mlp.experts.gate_up": (3, 24, 16), "mlp.experts.down": (3, 16, 12)}, ROUTER)),
+    "experts with a fused gate, inputs first": Case(
+        MOE, stacks({"mlp.experts.gate_up": (3, 16, 24), "mlp.experts.down": (3, 12, 16)}, ROUTER, turned=True)),
+    "experts with a fused gate, the way back square": Case(
+        MOE, stacks({"mlp.experts.gate_up": (3, 32, 16), "mlp.experts.down": (3, 16, 16)}, ROUTER)),
+    "experts of three matrices": Case(
+        MOE, stacks({"mlp.w1": (3, 24, 16), "mlp.v1": (3, 24, 16), "mlp.w2": (3, 16, 24)}, ROUTER)),
+    "experts of three matrices, inputs first": Case(
+        MOE, stacks({"mlp.w1": (3, 16, 24), "mlp.v1": (3, 16, 24), "mlp.w2": (3, 24, 16)}, ROUTER, turned=True)),
+    "experts called weights": Case(
+        MOE, stacks({"mlp.input.weight": (3, 24, 16), "mlp.output.weight": (3, 16, 12)}, ROUTER)),
+    "experts of three matrices of one shape": Case(
+        MOE, tensors({"mlp.w1": normal(3, 24, 16), "mlp.v1": normal(3, 24, 16), "mlp.w2": normal(3, 24, 16),
+                      "mlp.router.weight": normal(3, 16)}, "mlp.router.weight",
+                     refused=dict.fromkeys(("mlp.w1", "mlp.v1", "mlp.w2"), NOT_CALLED))),
+    "a router of another width": Case(
+        MOE, tensors({"mlp.up": normal(3, 24, 16), "mlp.down": normal(3, 16, 12), "mlp.router.weight": normal(3, 20)},
+                     "mlp.router.weight", refused={"mlp.up": NOT_CALLED, "mlp.down": NOT_CALLED})),
     "a matrix of one row": Case(
         TORCH, tensors({"score.weight": normal(1, 16), "score.bias": torch.zeros(1)}, "score.weight")),
     "names without dots": Case("users", tensors({"weight": normal(4, 8), "bias": torch.zeros(4)}, "weight")),
@@ -188,9 +223,9 @@ CASES: dict[str, Case] = {
     "Qwen2-MoE": Case(HF, of_transformers(lambda kit: kit.Qwen2MoeForCausalLM(kit.Qwen2MoeConfig(
         **moe, num_experts=3, moe_intermediate_size=12, shared_expert_intermediate_size=12))), slow=True),
     "gpt-oss": Case(HF, of_transformers(lambda kit: kit.GptOssForCausalLM(kit.GptOssConfig(
-        **moe, num_local_experts=3, head_dim=8))), slow=True),
+        **moe, num_local_experts=3, head_dim=8)), experts="inputs"), slow=True),
     "Granite-MoE": Case(HF, of_transformers(lambda kit: kit.GraniteMoeForCausalLM(kit.GraniteMoeConfig(
-        **{**moe, "hidden_size": 64, "intermediate_size": 48}, num_local_experts=3))), slow=True),
+        **{**moe, "hidden_size": 64, "intermediate_size": 48}, num_local_experts=3)), experts="outputs"), slow=True),
     "Mamba": Case(HF, of_transformers(lambda kit: kit.MambaForCausalLM(kit.MambaConfig(
         hidden_size=16, num_hidden_layers=1, vocab_size=40, state_size=4, pad_token_id=1))), slow=True),
     "BERT": Case(HF, of_transformers(lambda kit: kit.BertModel(kit.BertConfig(**bert))), slow=True),

@@ -224,6 +224,7 @@ _RECURRENT = re.compile(r"(.*?)weight_(ih|hh|hr)(_l\d+(?:_reverse)?)?")
 _KINDS = {2: "linear or embedding", 3: "1-d convolution", 4: "2-d convolution", 5: "3-d convolution"}
 _RAW = "a part of a parametrization that is not read"
 UNKNOWN = "not called a weight, so not read as filters"
+STACKED = "a stack of matrices"
 INPUTS_FIRST = "stored with its inputs first, as the bias tells"
 SMALL_KERNEL = 8  # positions of a convolution in a dimension, less than it has channels
 
@@ -298,9 +299,9 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
     if len(shape) > 2 and told and bias is not None and bias[0] != shape[0]:
         return Layout(transposed=True), f"transposed {_KINDS[len(shape)]}", "", ("outputs on dim 1, as its bias tells",)
     if len(shape) == 3 and (bias == shape[:2] or bias == shape[::2]):
-        return None, "3-d tensor", "a stack of matrices: its bias has a row for each", ()
+        return None, "3-d tensor", f"{STACKED}: its bias has a row for each", ()
     if len(shape) == 3 and not told and min(shape[1:]) > LONG:
-        return None, "3-d tensor", f"a stack of matrices, or kernels of {shape[2]} positions: no bias tells", ()
+        return None, "3-d tensor", f"{STACKED}, or kernels of {shape[2]} positions: no bias tells", ()
     blocks, notes = _blocks(name, shapes)
     if len(shape) > 2:
         lone = shape[1] == 1 and shape[0] > 1

@@ -20,17 +20,20 @@ from gonio.measuring.reading.entry import (
     FACTOR,
     FIXED,
     PADDING,
+    STACKED,
     TensorEntry,
     header_of,
     infer,
     is_batched_kernel,
 )
+from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.facts import TABLES, facts_of
 
 Read = Callable[[], Tensor]
+_UNREAD = "not known to be a stack of filters"
 
 
 def entries_of_model(model: nn.Module) -> list[TensorEntry]:
@@ -52,6 +55,12 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
             else:
                 reason = f"tied to {first}, where it is measured"
                 made.append(TensorEntry(path, type(site.module).__name__, None, None, reason))
+    shapes = {entry.name: entry.shape for entry in made if entry.shape is not None}
+    unread = [
+        e.name for e in made if e.reason.startswith((_UNREAD, STACKED)) or (e.inferred and untold(e.name, shapes))
+    ]
+    stacks = stacks_in(shapes, unread)
+    made = [stacks[entry.name].entry(entry) if entry.name in stacks else entry for entry in made]
     if not adapted.layers and not adapted.saved:
         return made
     return [*_placed(made, adapted), *_of_adapters(adapted)]
@@ -160,7 +169,7 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
         found = recurrent_weights(module)
         if name in found:
             return infer(name, {key: tuple(value.shape) for key, value in found.items()})[::2]
-        return (Layout(), "") if name == "weight" else (None, "not known to be a stack of filters")
+        return (Layout(), "") if name == "weight" else (None, _UNREAD)
     if tensor.ndim > 1 and facts_of(module).removes_scale:
         return None, "gains and shifts, one per entry of the input"
     if not isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and tensor.is_floating_point():
@@ -168,7 +177,7 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
     if name == "weight" and tensor.ndim >= 2:
         layout, _, reason, _ = infer(name, {name: tuple(tensor.shape)})
         return layout, reason
-    return None, {0: "a single number", 1: "a vector"}.get(tensor.ndim, "not known to be a stack of filters")
+    return None, {0: "a single number", 1: "a vector"}.get(tensor.ndim, _UNREAD)
 
 
 def _read(module: nn.Module, name: str) -> Tensor:

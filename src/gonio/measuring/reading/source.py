@@ -33,6 +33,7 @@ from gonio.measuring.reading.entry import (
     is_batched_kernel,
     stores_inputs_first,
 )
+from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
@@ -143,17 +144,20 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
     )
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first = stores_inputs_first(shapes)
+    read = {name: infer(name, shapes, inputs_first=inputs_first) for name in plainly if name not in weights}
+    stacks = stacks_in(shapes, [name for name, (layout, *_) in read.items() if layout is None or untold(name, shapes)])
     for name, tensor in stored.items():
         weight = weights.get(name)
         if tensor.axes is not None:
             yield _by_axes(cleaned[name], tensor, tensor.axes)
         elif weight is None:
-            layout, kind, reason, notes = infer(name, shapes, inputs_first=inputs_first)
+            layout, kind, reason, notes = read[name]
             notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
             if len(tensor.shape) == 2 and beside.padding < tensor.shape[0] and not has_bias(name, shapes):
                 made = replace(made, padding=beside.padding)
+            made = stacks[name].entry(made) if name in stacks else made
             yield _without_batch(replace(made, role="adapter", kind=FACTOR) if name in of_adapters else made)
         elif weight.parts[0] == name:
             yield _computed(weight, cleaned.get(weight.name, weight.name), shapes)

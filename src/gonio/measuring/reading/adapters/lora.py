@@ -107,6 +107,8 @@ def _of_experts(down: StoredTensor, up: StoredTensor, scale: float, experts: int
 
 def _added_to_experts(delta: StoredTensor, experts: int, weight: Tensor, base: TensorEntry) -> Tensor:
     values = delta.load().reshape(experts, -1, delta.shape[-1])
+    if weight.shape == delta.shape:  # a base whose axes are known is read as a matrix for each expert
+        return weight + values.flatten(0, 1).to(weight)
     straight, turned = tuple(weight.shape) == values.shape, tuple(weight.shape) == values.mT.shape
     if straight == turned:
         what = "which axis of the experts holds the outputs is not known" if straight else "the shapes do not fit"
