@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 import gonio
+from gonio.cli import settings
 from gonio.errors import (
     GonioError,
     Interrupted,
@@ -142,6 +143,7 @@ class Commands(TyperGroup):
         """Run the command."""
         try:
             with _sigterm_raises():
+                self._set_defaults(ctx)
                 return super().invoke(ctx)
         except BrokenPipeError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
@@ -163,6 +165,25 @@ class Commands(TyperGroup):
             print_err(traceback.format_exc())
             print_err("gonio: this is a defect of gonio; please report it with the lines above")
             raise typer.Exit(ExitCode.DEFECT) from error
+
+    def _set_defaults(self, ctx: Any) -> None:
+        """Take the options that a file sets as defaults; with `--show-settings` show all settings and exit."""
+        words = [*(getattr(ctx, "_protected_args", None) or ()), *ctx.args]
+        if not words or words[0] not in settings.COMMANDS:
+            return
+        name, command = words[0], self.commands[words[0]]
+        if {"-h", "--help"} & {*words}:
+            return
+        options = {max(p.opts, key=len).lstrip("-"): p.name for p in command.params if p.name != "help"}
+        path = settings.named_file(words)
+        found = settings.defaults(path, name, options)
+        ctx.default_map = {name: found}
+        if settings.SHOW in words:
+            given = [word for word in words[1:] if word != settings.SHOW]
+            inner = command.make_context(name, given, parent=ctx)
+            rows = [(option, inner.params.get(each), _origin(inner, each, path)) for option, each in options.items()]
+            print_out(settings.shown(rows, path))
+            raise typer.Exit
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands with their whole summaries; click would cut them."""
@@ -191,6 +212,13 @@ def _in_plain_words(error: Any) -> None:
         near = closest(found[1], re.findall(r"'([^']*)'", found[2]), count=1)
         text += f" Did you mean {near[0]!r}?" if near else ""
     error.message = text
+
+
+def _origin(context: Any, parameter: str, path: Path | None) -> str:
+    """Where the value of a parameter comes from."""
+    source = context.get_parameter_source(parameter)
+    names = {"COMMANDLINE": "command line", "DEFAULT_MAP": path.name if path else ""}
+    return names.get(source.name, "default") if source is not None else "default"
 
 
 def _exit_code(error: GonioError | OSError) -> ExitCode:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +63,26 @@ def read_where(word: str | None) -> Selector:
         ) from error
 
 
+def in_cache(word: str) -> str | None:
+    """The folder of a model on a hub, `name` or `org/name`, in the cache of Hugging Face; None if it is not there."""
+    if Path(word).exists() or word in models.BUILT_IN or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", word):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{word.replace('/', '--')}"
+    named = folder / "refs" / "main"
+    if not named.is_file():
+        return None
+    commit = named.read_text(encoding="utf-8").strip()
+    found = folder / "snapshots" / commit
+    if not re.fullmatch(r"[0-9a-f]{1,64}", commit) or not found.is_dir():
+        return None
+    print_err(f"{word}: the copy in the cache of this machine, {found}")
+    return str(found)
+
+
 def read_source(word: str, *, seed: int, key: str | None = None) -> str | CheckpointPart | nn.Module:
     """The path of a checkpoint if the word is one or looks like one, otherwise a model, with a message."""
+    word = in_cache(word) or word
     path = Path(word)
     if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
         return word if key is None else CheckpointPart(word, key)
