@@ -73,7 +73,7 @@ def defaults(path: Path | None, command: str, options: Mapping[str, str]) -> dic
     Raises:
         ConfigError: with every problem of the command's table.
     """
-    if path is None:
+    if path is None or not path.exists():  # a command that takes the file says that it is absent
         return {}
     content: Any = read(path)
     content = own_table(content) if path.name == SHARED else content
