@@ -17,8 +17,9 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
-from gonio.measuring.showing.columns import COLUMNS, DROPPED, KEPT, SIGNALS
+from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
+from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
 from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
@@ -115,7 +116,12 @@ class Measurements(Table[TensorMeasurement]):
         )
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
-            yield tensor_table("layer", self.layers, COLUMNS, KEPT, width, flagged=flagged)
+            groups, shown, said = self._shown(TERMINAL)
+            if groups is not None:
+                yield groups.rich()
+                yield Text("")
+                yield Text(said, style="dim")
+            yield tensor_table("layer", shown, COLUMNS, KEPT, width, flagged=flagged)
             yield Text("")
         if self.scale is not None:
             yield Text(_sentence(self.scale))
@@ -129,6 +135,15 @@ class Measurements(Table[TensorMeasurement]):
             yield _signal_table(self.signals, width)
             yield Text("")
         yield Text(self.coverage, style="dim")
+
+    def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[TensorMeasurement], str]:
+        """The layers that have a row of their own, with groups and a sentence where these are not all."""
+        layers = self.layers
+        if len(layers) <= on.longest:
+            return None, layers, ""
+        found = {finding.path for finding in self.findings}
+        shown = standing_out(layers, found, lambda t: abs(t.alignment_z or 0.0), on.most)
+        return grouped(layers, GROUPED), shown, said_of(len(shown), len(layers), "layers", "the largest |z|")
 
     def plot(self, figure: str = "alignment", ax: Axes | None = None) -> Figure:
         """One figure of all layers along the depth of the model, see :func:`gonio.plots.depth`."""
@@ -149,15 +164,19 @@ class Measurements(Table[TensorMeasurement]):
     def _page(self, *, whole: bool, beside: Sequence[Measurements] = (), command: str = "", date: str = "") -> str:
         lanes = lanes_beside(self.layers, [other.layers for other in beside])
         compared = [column for column in COLUMNS if column.name in BESIDE]
+        groups, shown, said = self._shown(PAGE)
         kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
         return render(
             "measurements.html.j2",
             whole=whole,
             m=self,
-            map=layer_map(self.layers, self.findings, lanes),
+            map=layer_map(self.layers, self.findings, lanes, shown),
+            layers=shown,
+            groups=groups,
+            said=said,
             beside=side_by_side((self, *beside), compared) if beside else None,
             made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
-            angles=([c for c in COLUMNS if not c.spectral], angle_columns(self.layers)),
+            angles=([c for c in COLUMNS if not c.spectral], angle_columns(shown)),
             spectra=([c for c in COLUMNS if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
             scale=self.scale and _sentence(self.scale),

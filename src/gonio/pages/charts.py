@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from statistics import median
 from typing import Any, Literal
 
 from gonio.pages.picture import Area, Axis, Line, Mark, Picture, Values, bare
 from gonio.pages.tables import number
 
 WIDTH, HEIGHT, MARKS = 1000, 56, 16  # of a lane, in units of its SVG; height of the marks of findings
+BARS = 500  # of a chart, at most
 _LOG = 30.0  # ratio of the largest to the smallest value from which a lane is logarithmic
 _DECADES = 1e4  # of a logarithmic lane, at most; smaller values lie on its lower edge
 LEVELS = {"": ("quiet", 0.4), "info": ("c1", 0.6), "warn": ("c5", 0.8), "error": ("c2", 1.0)}  # colour, height of mark
@@ -42,6 +44,39 @@ class Lane:
     chance: Values = ()
     others: Sequence[Values] = ()
     scale: Literal["linear", "auto"] = "auto"
+
+    def binned(self, bins: Sequence[range]) -> Lane:
+        """The lane with one entry for each of these runs of layers: medians, and the whole of the ranges."""
+
+        def medians(values: Values) -> Values:
+            return [_median([values[i] for i in run]) for run in bins] if values else ()
+
+        ranges = self.ranges or [None if middle is None else (middle, middle) for middle in self.middles]
+        whole = [[r for i in run if (r := ranges[i]) is not None] for run in bins]
+        return replace(
+            self,
+            middles=medians(self.middles),
+            ranges=[(min(r[0] for r in rs), max(r[1] for r in rs)) if rs else None for rs in whole],
+            chance=medians(self.chance),
+            others=[medians(other) for other in self.others],
+        )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return median(known) if known else None
+
+
+def runs(count: int, most: int = BARS) -> list[range]:
+    """The layers of each bar: one, or as few as leave at most so many bars.
+
+    Example:
+        >>> from gonio.pages.charts import runs
+        >>> runs(5, 3)
+        [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    step = -(-count // most) if count else 1
+    return [range(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 @dataclass(frozen=True)

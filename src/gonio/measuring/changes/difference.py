@@ -24,6 +24,7 @@ from gonio.measuring.findings.rules import Finding, markdown_findings, render_fi
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
+from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
 from gonio.pages.tables import number
 
@@ -66,6 +67,12 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
       _by_chance("overlap")),
     C("magnitude_direction", "m–d", "correlation over filters of the changes of norm and direction", 6),
 )  # fmt: skip
+GROUPED: tuple[tuple[str, str, Callable[[TensorDifference], float | None]], ...] = (
+    ("change", "norm of the difference over the norm before", lambda t: t.relative),
+    ("norm ratio", "median over filters of the norm after over before", lambda t: t.norm_ratio),
+    ("angle", "mean angle of the filters before and after, in degrees", lambda t: t.angle_mean),
+    ("intruders", "of the 10 top directions after", lambda t: t.intruders),
+)
 KEPT = ("relative", "form", "norm_ratio", "angle_mean", "intruders", "angle_max", "rank_99")
 
 
@@ -187,10 +194,20 @@ class Differences(Table[TensorDifference]):
     def _repr_html_(self) -> str:
         return self._page(whole=False, made=())
 
+    def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[TensorDifference], str]:
+        """The tensors that have a row, largest change first, with groups and a sentence where these are not all."""
+        if len(self.moved) <= on.longest:
+            return None, self.largest, ""
+        found = {finding.path for finding in self.findings}
+        shown = standing_out(self.largest, found, lambda t: -1.0 if t.relative is None else t.relative, on.most)
+        said = said_of(len(shown), len(self.moved), "tensors", "the largest changes")
+        return grouped(self.moved, GROUPED), shown, said
+
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
-        rows = self.moved
-        shown = layer_map(rows, self.findings, changed_lanes(rows))
-        return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=shown)
+        rows, (groups, shown, said) = self.moved, self._shown(PAGE)
+        mapped = layer_map(rows, self.findings, changed_lanes(rows), shown)
+        parts = {"rows": shown, "groups": groups, "said": said, "blocks": self.depth[: PAGE.most]}
+        return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=mapped, **parts)
 
     def __repr__(self) -> str:
         return f"<Differences of {counted(len(self.tensors), 'tensor')}>"
@@ -203,8 +220,12 @@ class Differences(Table[TensorDifference]):
         yield from render_findings(self.findings)
         if self.moved:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
-            width = options.max_width
-            yield tensor_table("tensor", self.largest, COLUMNS, KEPT, width, flagged=flagged)
+            groups, shown, said = self._shown(TERMINAL)
+            if groups is not None:
+                yield groups.rich()
+                yield Text("")
+                yield Text(said, style="dim")
+            yield tensor_table("tensor", shown, COLUMNS, KEPT, options.max_width, flagged=flagged)
             yield Text("")
         yield Text(self.coverage, style="dim")
 

@@ -8,6 +8,7 @@ weights, and why that can matter; the false-alarm rates were measured on randoml
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +31,7 @@ from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.prescriptions import prescriptions
 from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
 
+PLACES = 8  # findings of one rule that a terminal shows
 LEVELS = ("info", "warn", "error")
 _TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
@@ -173,11 +175,22 @@ def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None =
 
 
 def render_findings(findings: Sequence[Finding], more: Iterable[Text] = ()) -> Iterator[Text]:
-    """Findings on a terminal, one line each, and further lines; then a blank line, if there is any line."""
-    lines = [
-        Text.assemble((f"{f.level:5} {f.code}", _TONES[f.level]), f"  {plain(f.path) or 'the model'}: {plain(f.found)}")
-        for f in findings
-    ]
+    """Findings on a terminal, one line each, and further lines; then a blank line, if there is any line.
+
+    Of a rule with more than :data:`PLACES` findings the first ones are shown, and the number of the others.
+    """
+    places = Counter((f.level, f.code) for f in findings)
+    seen: Counter[tuple[str, str]] = Counter()
+    lines: list[Text] = []
+    for f in findings:
+        kind = (f.level, f.code)
+        seen[kind] += 1
+        said = f"{plain(f.path) or 'the model'}: {plain(f.found)}"
+        if seen[kind] == PLACES + 1 < places[kind]:
+            said = f"{counted(places[kind] - PLACES, 'more place')}, which the page and the JSON list"
+        elif seen[kind] > PLACES and places[kind] > PLACES + 1:
+            continue
+        lines.append(Text.assemble((f"{f.level:5} {f.code}", _TONES[f.level]), f"  {said}"))
     if lines:
         lines.append(Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim"))
     lines += more

@@ -14,7 +14,7 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.showing.table import Column
 from gonio.pages import render as rendered
-from gonio.pages.charts import DrawnLane, Lane, depth_lane, marks, stages
+from gonio.pages.charts import DrawnLane, Lane, depth_lane, marks, runs, stages
 from gonio.pages.picture import spark
 from gonio.pages.pictures import layer_angles, layer_norms, layer_spectrum
 
@@ -66,29 +66,36 @@ def render(template: str, *, whole: bool, **values: Any) -> str:
     return rendered("gonio.measuring.showing", template, whole=whole, **values)
 
 
-def layer_map(tensors: Sequence[Any], findings: Sequence[Finding], lanes: Sequence[Lane]) -> LayerMap:
+def layer_map(
+    tensors: Sequence[Any], findings: Sequence[Finding], lanes: Sequence[Lane], shown: Sequence[Any] | None = None
+) -> LayerMap:
     """The map of these tensors, which are in the order of the model.
 
     Args:
-        tensors: rows with a `name` and a `path`.
+        tensors: rows with a `name` and a `path`. `shown`: those that have a row on the page; None for all.
         lanes: figures with one entry per tensor.
     """
-    rows = {tensor.path: f"t{i}" for i, tensor in enumerate(tensors)}
+    on_page = {tensor.path for tensor in (tensors if shown is None else shown)}
+    rows = {tensor.path: f"t{i}" for i, tensor in enumerate(tensors) if tensor.path in on_page}
     rules = _by_rule(findings, rows)
     codes: dict[str, list[tuple[str, str, str]]] = {}
     for rule in rules:
         for place in rule.places:
             codes.setdefault(place.path, []).append((rule.code, rule.level, place.id))
     levels = [max((level for _, level, _ in codes.get(t.path, ())), key=LEVELS.index, default="") for t in tensors]
+    bars = runs(len(tensors))
+    if len(bars) < len(tensors):
+        lanes = [lane.binned(bars) for lane in lanes]
+        levels = [max((levels[i] for i in run), key=lambda level: (level != "", LEVELS.index(level) if level else 0))
+                  for run in bars]  # fmt: skip
+    said = f"{len(tensors)} layers" + (f", {len(bars[0])} to a bar" if len(bars) < len(tensors) else "")
     flagged = ", ".join(f"{n} {level}" for level in reversed(LEVELS) if (n := levels.count(level)))
     return LayerMap(
         order={tensor.name: i for i, tensor in enumerate(tensors)},
         rules=rules,
         codes=codes,
         lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels)) is not None) if levels else (),
-        marks=marks(levels, f"findings over depth: {len(levels)} layers, worst level of each: {flagged}")
-        if flagged
-        else "",
+        marks=marks(levels, f"findings over depth: {said}, worst level of each: {flagged}") if flagged else "",
         stages=stages([tensor.path for tensor in tensors]),
     )
 

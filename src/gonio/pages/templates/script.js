@@ -237,9 +237,11 @@
     chart.append(cross);
     const table = rows.tables[0];
     const slider = plots.at(-1);
-    let at = 0;
-    const show = (i) => {
-      at = Math.max(0, Math.min(count - 1, i));
+    const places = [...table.at.keys()].map(Number).sort((a, b) => a - b); // of a long table only some have rows
+    let at = places[0], place = 0;
+    const show = (k) => {
+      place = Math.max(0, Math.min(places.length - 1, k));
+      at = places[place];
       const row = table.at.get(String(at));
       const box = plots[0].getBoundingClientRect();
       cross.hidden = false;
@@ -247,23 +249,24 @@
       const said = [...row.cells].slice(1).map((cell, k) => [shownIn(table.heads[k + 1].firstElementChild), cell.textContent.trim()]).filter(([, text]) => text && text !== "–").slice(0, 9).map(([title, text]) => `${title} ${text}`);
       const codes = rows.codes.get(String(at)).map((code) => code.textContent);
       readout.replaceChildren(make("strong", {}, shownIn(row.cells[0])), ` ${[...codes, ...said].join(" · ")}`);
-      slider.setAttribute("aria-valuenow", at + 1);
+      slider.setAttribute("aria-valuenow", place + 1);
       slider.setAttribute("aria-valuetext", readout.textContent);
     };
     const index = (event) => {
       const box = plots[0].getBoundingClientRect();
-      return Math.floor(((event.clientX - box.left) / box.width) * count);
+      const wanted = Math.floor(((event.clientX - box.left) / box.width) * count);
+      return places.reduce((best, one, k) => (Math.abs(one - wanted) < Math.abs(places[best] - wanted) ? k : best), 0);
     };
-    for (const [name, text] of [["role", "slider"], ["tabindex", "0"], ["aria-label", "Layer"], ["aria-valuemin", 1], ["aria-valuemax", count], ["aria-valuenow", 1], ["aria-valuetext", "first layer"]]) slider.setAttribute(name, text);
+    for (const [name, text] of [["role", "slider"], ["tabindex", "0"], ["aria-label", "Layer"], ["aria-valuemin", 1], ["aria-valuemax", places.length], ["aria-valuenow", 1], ["aria-valuetext", "first layer"]]) slider.setAttribute(name, text);
     slider.querySelector("svg").setAttribute("aria-hidden", "true");
     for (const plot of plots) {
       plot.addEventListener("mousemove", (event) => show(index(event)));
       plot.addEventListener("click", (event) => { show(index(event)); rows.go(at); });
     }
-    slider.addEventListener("focus", () => show(at));
+    slider.addEventListener("focus", () => show(place));
     chart.addEventListener("mouseleave", () => { cross.hidden = true; });
     slider.addEventListener("keydown", (event) => {
-      const to = { ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1, Home: 0, End: count - 1 }[event.key];
+      const to = { ArrowRight: place + 1, ArrowUp: place + 1, ArrowLeft: place - 1, ArrowDown: place - 1, Home: 0, End: places.length - 1 }[event.key];
       if (to === undefined && event.key !== "Enter") return;
       event.preventDefault();
       event.key === "Enter" ? rows.go(at) : show(to);

@@ -1,0 +1,109 @@
+"""What is shown of a long table: a row for each group of layers whose names differ in numbers alone, and the layers
+that stand out. Exports have every layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from gonio.escaping import plain
+from gonio.measuring.showing.table import NamedRow
+from gonio.pages.tables import bare_table, number
+
+
+@dataclass(frozen=True)
+class Medium:
+    """Up to `longest` layers every layer has a row; of more layers the `most` that stand out have one."""
+
+    longest: int
+    most: int
+
+
+TERMINAL, PAGE = Medium(250, 40), Medium(1000, 200)
+GROUPS = 60  # that are shown, at most
+
+Row = TypeVar("Row", bound=NamedRow)
+Figure = Callable[[Any], float | None]
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Figures of groups of layers: the titles with explanations, and for each group its pattern and its cells."""
+
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    omitted: int = 0
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return tuple(title for title, _ in self.columns)
+
+    @property
+    def explained(self) -> dict[str, str]:
+        return dict(self.columns)
+
+    def rich(self) -> RichTable:
+        """The groups for a terminal."""
+        table = bare_table("layers", list(self.titles), min_width=12)
+        for path, cells in self.rows:
+            table.add_row(Text(plain(path)), *map(Text, cells))
+        return table
+
+
+def pattern_of(path: str) -> str:
+    """A path with a star for each number.
+
+    Example:
+        >>> from gonio.measuring.showing.summary import pattern_of
+        >>> pattern_of("model.layers.31.mlp.up_proj")
+        'model.layers.*.mlp.up_proj'
+    """
+    return re.sub(r"\d+", "*", path)
+
+
+def grouped(tensors: Sequence[Any], figures: Sequence[tuple[str, str, Figure]]) -> Grouped:
+    """The groups in the order of their first layers; of each figure the median over layers, and the range.
+
+    Args:
+        tensors: rows with a `path`. `figures`: title, explanation and value of each.
+    """
+    groups: dict[str, list[Any]] = {}
+    for tensor in tensors:
+        groups.setdefault(pattern_of(tensor.path), []).append(tensor)
+    columns = (
+        ("number", "of layers"),
+        *((title, f"{said}: median (smallest to largest)") for title, said, _ in figures),
+    )
+    rows = [
+        (path, (str(len(members)), *(_spread([value(t) for t in members]) for _, _, value in figures)))
+        for path, members in groups.items()
+    ]
+    return Grouped(columns, tuple(rows[:GROUPS]), len(rows[GROUPS:]))
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    low, middle, high = (number(value, 2) for value in (min(known), median(known), max(known)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def standing_out(rows: Sequence[Row], first: Collection[str], score: Callable[[Row], float], most: int) -> list[Row]:
+    """At most so many rows in their order: those with these paths, then those with the largest scores."""
+    ranked = sorted(range(len(rows)), key=lambda i: (rows[i].path not in first, -score(rows[i])))
+    return [rows[i] for i in sorted(ranked[:most])]
+
+
+def said_of(shown: int, count: int, noun: str, by: str) -> str:
+    """The sentence above the rows that are left of a long table."""
+    return (
+        f"Of {count:,} {noun}, the {shown} that stand out: those with findings, then {by}. The CSV and JSON have all."
+    )
