@@ -4,9 +4,10 @@
 
 The damages are those of `planted_damage.py`; the networks have numbers that no rule was written with. 148 images that a
 network was not trained on prove a treatment, 149 others score it. The result is benchmarks/results/doctor.json, from
-which `benchmarks.tables` fills a page's `doctor` block.
+which `benchmarks.tables` fills a page's `doctor` block, and the rates that `gonio explain` shows.
 
-A damage counts as detected if measuring it with training images reports what was not reported before it was planted.
+A damage counts as detected if measuring it with training images reports what was not reported before it was planted. A
+run that is stopped goes on where it was: delete the file to start anew.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ import gonio
 from benchmarks.healthy_networks import LEARNT, TRAINED_ON, digits, healthy
 from benchmarks.planted_damage import planted
 from benchmarks.results import FOLDER
-from gonio.lab import Split, Task, TrainingConfig, accuracy
+from gonio.lab import Split, Task, TrainingConfig, Treatment, accuracy
+from gonio.measuring import Finding
+from gonio.measuring.findings.prescriptions import prescriptions
 
 RESULT = FOLDER / "doctor.json"
+RATES = FOLDER.parents[1] / "src/gonio/measuring/findings/treatments.json"
 NEAR = 1.0  # points of accuracy
-FIRST_DAMAGED, FIRST_HEALTHY = 3003, 4000  # numbers that no rule was written with; 3003 and 3004 have batch norms
-OUTCOMES = ("restored", "same score", "not restored", "refused", "worse")
+EXACT = {each.verb for each in prescriptions().values() if each.proof == "same function"}
+FIRST_DAMAGED, FIRST_HEALTHY = 3000, 4000  # numbers that no rule was written with
+OUTCOMES = ("restored", "same score", "function kept", "in part", "not restored", "refused", "worse")
 
 
 def task() -> Task:
@@ -55,15 +60,32 @@ def codes(found: Any) -> set[tuple[str, str]]:
     return {(finding.code, finding.path) for finding in found.findings}
 
 
-def outcome(well: float, damaged: float, treated: float, kept: bool) -> str:
-    """What became of a detected damage, in points of accuracy."""
+def outcome(well: float, damaged: float, treated: float, *, kept: bool, exact: bool, stated: bool) -> str:
+    """What became of a detected damage, in points of accuracy.
+
+    `exact`: all that was kept promises the same function, and no better score. `stated`: what is left is reported.
+    """
     if treated < damaged - NEAR:
         return "worse"
     if not kept:
         return "refused"
-    if treated < well - NEAR:
-        return "not restored"
-    return "restored" if damaged < well - NEAR else "same score"
+    if treated >= well - NEAR:
+        return "restored" if damaged < well - NEAR else "same score"
+    return "function kept" if exact else "in part" if stated else "not restored"
+
+
+def reasons(treated: Treatment, new: set[tuple[str, str]]) -> list[tuple[Finding, str]]:
+    """The findings of the damage that are left, each with the reason why nothing was done or kept."""
+    tried = {code: step.proof for step in treated.steps if step.verdict != "kept" for code in step.codes}
+    left = [finding for finding in treated.after.findings if (finding.code, finding.path) in new]
+    untreated = {(finding.code, finding.path): why for finding, why in treated.untreated}
+    whys = [untreated.get((finding.code, finding.path), tried.get(finding.code, "")) for finding in left]
+    return [(finding, why) for finding, why in zip(left, whys, strict=True) if why]
+
+
+def names(finding: Finding, path: str) -> bool:
+    """Whether a finding is of a layer: by its path, or in its words if it is of the whole model."""
+    return finding.path.startswith(path) or (not finding.path and f"{path} (" in finding.found)
 
 
 def tried(number: int, data: Task) -> list[dict[str, Any]]:
@@ -77,7 +99,8 @@ def tried(number: int, data: Task) -> list[dict[str, Any]]:
         new = codes(treated.before) - before
         if not new:
             continue
-        after = score(treated.model, data)
+        after, left = score(treated.model, data), reasons(treated, new)
+        exact = all(step.verb in EXACT for step in treated.kept)
         made.append(
             {
                 "damage": case.damage.name,
@@ -86,7 +109,8 @@ def tried(number: int, data: Task) -> list[dict[str, Any]]:
                 "codes": sorted({code for code, _ in new}),
                 "kept": [step.verb for step in treated.kept],
                 "scores": [round(value, 3) for value in (well, damaged, after)],
-                "outcome": outcome(well, damaged, after, bool(treated.kept)),
+                "outcome": outcome(well, damaged, after, kept=bool(treated.kept), exact=exact, stated=bool(left)),
+                "layer named": any(names(finding, case.path) for finding, _ in left),
             }
         )
     return made
@@ -106,57 +130,79 @@ def wilson(hits: int, cases: int) -> tuple[float, float]:
     """The 95 % interval of a share (E. B. Wilson, JASA 22, 1927)."""
     z, p = 1.959964, hits / cases
     centre, half = p + z * z / (2 * cases), z * sqrt(p * (1 - p) / cases + z * z / (4 * cases * cases))
-    return (centre - half) / (1 + z * z / cases), (centre + half) / (1 + z * z / cases)
+    low, high = ((centre + side) / (1 + z * z / cases) for side in (-half, half))
+    return max(low, 0.0), min(high, 1.0)
 
 
 def table(found: dict[str, Any]) -> str:
     """The result as a page's table: one line per kind of damage, then the shares with their intervals."""
-    records = found["damages"]
+    records = [record for each in found["damaged"].values() for record in each]
     lines = [f"| damage | detected | {' | '.join(OUTCOMES)} |", f"|---|--:|{'--:|' * len(OUTCOMES)}"]
     for name in dict.fromkeys(record["damage"] for record in records):
         seen = Counter(record["outcome"] for record in records if record["damage"] == name)
         lines.append(f"| {name} | {seen.total()} | {' | '.join(str(seen[each] or '–') for each in OUTCOMES)} |")
-    counts = Counter(record["outcome"] for record in records)
     lines += ["", "| of all detected damages | number | share | 95 % interval |", "|---|--:|--:|--:|"]
-    well = found["healthy"]
-    changed = sum(bool(case["kept"]) for case in well)
-    worse = sum(case["scores"][1] < case["scores"][0] - 0.5 for case in well)
-    rows = [(each, counts[each], len(records)) for each in OUTCOMES]
-    treated = len(records) - counts["refused"]
-    rows += [("restored or same score, of those treated", counts["restored"] + counts["same score"], treated)]
-    if well:
-        rows += [("healthy networks changed", changed, len(well))]
-        rows += [("healthy networks made worse", worse, len(well))]
-    for what, hits, cases in rows:
-        low, high = wilson(hits, cases)
-        lines.append(f"| {what} | {hits} of {cases} | {hits / cases:.1%} | {low:.1%} to {high:.1%} |")
-    networks = ", ".join(dict.fromkeys(record["architecture"] for record in records))
-    damaged = f"{found['damaged networks']} damaged networks ({networks})"
-    return "\n".join([*lines, "", f"{damaged}. torch {found['torch']}."])
+    for what, hits, cases in _shares(records, [case for case in found["healthy"].values() if case]):
+        if cases:
+            low, high = wilson(hits, cases)
+            lines.append(f"| {what} | {hits} of {cases} | {hits / cases:.1%} | {low:.1%} to {high:.1%} |")
+    networks = Counter(each[0]["architecture"] for each in found["damaged"].values() if each)
+    listed = ", ".join(f"{count} {name}" for name, count in networks.items())
+    return "\n".join([*lines, "", f"{networks.total()} damaged networks ({listed}). torch {found['torch']}."])
+
+
+def _shares(records: list[dict[str, Any]], well: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    counts = Counter(record["outcome"] for record in records)
+    refused = [record for record in records if record["outcome"] == "refused"]
+    named = sum(record["layer named"] for record in refused)
+    near = counts["restored"] + counts["same score"]
+    claimed = near + counts["in part"] + counts["not restored"] + counts["worse"]
+    return [
+        *((each, counts[each], len(records)) for each in OUTCOMES),
+        ("restored, same score, or refused", near + counts["refused"], len(records)),
+        ("restored, same score, or refused for a finding in the damaged layer", near + named, len(records)),
+        ("restored or same score, of those with a treatment that claims more than the same function", near, claimed),
+        ("the damaged layer named, of those refused", named, len(refused)),
+        ("healthy networks changed", sum(bool(case["kept"]) for case in well), len(well)),
+        ("healthy networks made worse", sum(case["scores"][1] < case["scores"][0] - 0.5 for case in well), len(well)),
+    ]
+
+
+def rates(found: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """By rule, what became of the damages with its finding, for `gonio explain`."""
+    records = [record for each in found["damaged"].values() for record in each]
+    made = {}
+    for code in sorted({code for record in records for code in record["codes"]}):
+        seen = Counter(record["outcome"] for record in records if code in record["codes"])
+        made[code] = {"cases": seen.total(), "near": seen["restored"] + seen["same score"], "refused": seen["refused"]}
+    return made
 
 
 def main(words: list[str]) -> None:
-    """Measure, and store after each network, so that a run that is stopped keeps what it has measured."""
+    """Measure, and store after each network; a further run goes on where this one was stopped."""
     torch.set_num_threads(1)
     count, damaged = (int(words[0]), int(words[1])) if words else (120, 12)
     data = task()
-    result: dict[str, Any] = {"torch": torch.__version__, "damaged networks": 0, "healthy": [], "damages": []}
-    for number in range(FIRST_DAMAGED, FIRST_DAMAGED + damaged):
-        result["damages"] += tried(number, data)
-        result["damaged networks"] += 1
-        store(result)
-    for number in range(FIRST_HEALTHY, FIRST_HEALTHY + count):
-        if (record := left_alone(number, data)) is not None:
-            result["healthy"].append(record)
-            store(result)
+    result: dict[str, Any] = {"torch": torch.__version__, "damaged": {}, "healthy": {}}
+    if RESULT.exists() and "damaged" in (there := json.loads(RESULT.read_text(encoding="utf-8"))):
+        result = there
+    for part, first, networks, make in (
+        ("damaged", FIRST_DAMAGED, damaged, tried),
+        ("healthy", FIRST_HEALTHY, count, left_alone),
+    ):
+        for number in range(first, first + networks):
+            if str(number) not in result[part]:
+                result[part][str(number)] = make(number, data)
+                store(result)
+    RATES.write_text(json.dumps(rates(result), indent=1) + "\n", encoding="utf-8")
 
 
 def store(result: dict[str, Any]) -> None:
     """Write the result so far, and say how far it is."""
     draft = RESULT.with_suffix(".part")
-    draft.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     draft.replace(RESULT)
-    done = f"{result['damaged networks']} damaged and {len(result['healthy'])} healthy networks"
+    done = f"{len(result['damaged'])} damaged and {len(result['healthy'])} healthy networks"
     print(done, file=sys.stderr, flush=True)
 
 

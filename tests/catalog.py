@@ -621,6 +621,18 @@ def _small_network() -> nn.Module:
     )
 
 
+def _network_with_faults() -> nn.Module:
+    """Once `perturbed` has added its noise, one filter of each hidden layer is 0, and another one is a copy."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 6), nn.Tanh(), nn.Linear(6, 3))
+    with torch.no_grad():
+        for layer in (model[0], model[3]):
+            for parameter in (layer.weight, layer.bias):
+                noise = 0.1 * seeded(*parameter.shape, seed=1)
+                parameter[1] = -noise[1]
+                parameter[3] = parameter[2] + (noise[2] - noise[3])
+    return model
+
+
 def _decoupled_network() -> nn.Module:
     return nn.Sequential(
         gnn.DecoupledConv2d(2, 4, 3, padding=1, magnitude=gnn.magnitude.Ball(learn_radius=True)),
@@ -669,6 +681,7 @@ VERBS += [
     _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
+    _verb("recycle_", lambda m: S.recycle_(m), model=_network_with_faults, keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
     _verb(

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from benchmarks.doctor import outcome, table, wilson
+from benchmarks.doctor import names, outcome, rates, table, wilson
+
+from gonio.measuring import Finding
 
 
 @pytest.mark.parametrize(
-    ("scores", "kept", "expected"),
+    ("scores", "kept", "exact", "stated", "expected"),
     [
-        ((98, 10, 98), True, "restored"),
-        ((98, 10, 96), True, "not restored"),
-        ((98, 98, 98), True, "same score"),
-        ((98, 10, 10), False, "refused"),
-        ((98, 98, 96), True, "worse"),
-        ((98, 98, 96), False, "worse"),
+        ((98, 10, 98), True, False, False, "restored"),
+        ((98, 10, 96), True, False, False, "not restored"),
+        ((98, 10, 96), True, False, True, "in part"),
+        ((98, 10, 10), True, True, False, "function kept"),
+        ((98, 98, 98), True, True, False, "same score"),
+        ((98, 10, 10), False, False, True, "refused"),
+        ((98, 98, 96), True, True, False, "worse"),
+        ((98, 98, 96), False, False, True, "worse"),
     ],
 )
-def test_outcomes(scores: tuple[float, float, float], kept: bool, expected: str) -> None:
-    assert outcome(*scores, kept) == expected
+def test_outcomes(scores: tuple[float, float, float], kept: bool, exact: bool, stated: bool, expected: str) -> None:
+    assert outcome(*scores, kept=kept, exact=exact, stated=stated) == expected
 
 
 def test_the_interval_is_wilsons() -> None:
@@ -26,15 +32,35 @@ def test_the_interval_is_wilsons() -> None:
     assert wilson(0, 100) == pytest.approx((0.0, 0.036995), abs=1e-5)
 
 
-def test_the_table_counts_every_outcome() -> None:
-    record = {"damage": "one", "architecture": "a", "outcome": "restored"}
-    healthy = [{"kept": ["balance_"], "scores": [90.0, 88.0]}, {"kept": [], "scores": [90.0, 90.0]}]
-    found = {
-        "damages": [record, {**record, "outcome": "worse"}],
-        "healthy": healthy,
-        "damaged networks": 1,
+def test_a_finding_names_its_layer() -> None:
+    of_layer = Finding("G102", "warn", "blocks.1.0", "", "", "")
+    of_model = Finding("G409", "warn", "", "the output is far larger: 4 (× 100), 7 (× 31)", "", "")
+    assert names(of_layer, "blocks.1.0")
+    assert not names(of_layer, "blocks.2")
+    assert [names(of_model, path) for path in ("4", "7", "1")] == [True, True, False]
+
+
+def found() -> dict[str, Any]:
+    record = {"damage": "one", "architecture": "a", "outcome": "restored", "layer named": False, "codes": ["G102"]}
+    refused = {**record, "outcome": "refused", "layer named": True}
+    healthy = [{"kept": ["balance_"], "scores": [90.0, 88.0]}, {"kept": [], "scores": [90.0, 90.0]}, None]
+    return {
+        "damaged": {"3000": [record, {**record, "outcome": "worse"}], "3001": [refused]},
+        "healthy": {str(number): case for number, case in enumerate(healthy)},
         "torch": "",
     }
-    text = table(found)
-    assert "| one | 2 | 1 | – | – | – | 1 |" in text
+
+
+def test_the_table_counts_every_outcome() -> None:
+    text = table(found())
+    assert "| one | 3 | 1 | – | – | – | – | 1 | 1 |" in text
+    assert "| restored, same score, or refused for a finding in the damaged layer | 2 of 3 | 66.7% |" in text
+    assert (
+        "| restored or same score, of those with a treatment that claims more than the same function | 1 of 2" in text
+    )
     assert "| healthy networks made worse | 1 of 2 | 50.0% |" in text
+    assert "2 damaged networks (2 a)." in text
+
+
+def test_rates_of_a_rule() -> None:
+    assert rates(found()) == {"G102": {"cases": 3, "near": 1, "refused": 1}}

@@ -70,4 +70,15 @@ def test_from_a_file_alone_treatments_are_named(folder: Path) -> None:
     assert [(step["verb"], step["verdict"]) for step in content["steps"]] == [("balance_", "not applied")]
     assert content["recipe"]["steps"] == []
     refused = invoke("doctor", "scaled.safetensors", "--batch", "2x16")
-    assert (refused.exit_code, "--batch runs a model; found a file alone" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "--batch takes a model; found a file alone" in refused.stderr) == (2, True)
+
+
+def test_a_base_tells_what_fine_tuning_changed(folder: Path) -> None:
+    state = load_file("fine.safetensors")
+    save_file({**state, "0.weight": -2 * state["0.weight"]}, "tuned.safetensors")
+    options = ("--model", "net.py:network", "--base", "fine.safetensors", "--json", "-")
+    content = json.loads(invoke("doctor", "tuned.safetensors", *options).stdout)
+    untreated = {each["code"]: each["why"] for each in content["untreated"]}
+    assert untreated["G502"].startswith("The right scale is in the adapter's configuration")
+    refused = invoke("doctor", "tuned.safetensors", "--base", "fine.safetensors")
+    assert (refused.exit_code, "--base takes a model; found a file alone" in refused.stderr) == (2, True)

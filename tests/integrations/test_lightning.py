@@ -15,7 +15,7 @@ import foreign
 import gonio
 from gonio import regularizers as R
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
-from gonio.integrations.lightning import add_penalty_, tracker_callback
+from gonio.integrations.lightning import add_penalty_, report_callback, tracker_callback
 
 STRENGTH = 0.3
 
@@ -254,3 +254,12 @@ def test_what_a_step_may_not_return() -> None:
 def test_a_module_without_steps_is_refused() -> None:
     with pytest.raises(NotApplicableError, match=r"it has no training_step. Pass a LightningModule"):
         add_penalty_(nn.Linear(2, 2), lambda: torch.tensor(2.0))
+
+
+def test_a_report_at_each_checkpoint_changes_nothing(lightning: Any, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    plain = fit(lightning, module_of(lightning), tmp_path)
+    callback = report_callback(lambda model: seen.append(gonio.doctor(model)))
+    reported = fit(lightning, module_of(lightning), tmp_path, callbacks=[callback])
+    assert [type(each).__name__ for each in seen] == ["Treatment"]
+    assert torch.equal(plain, reported)

@@ -15,7 +15,7 @@ import foreign
 import gonio
 from gonio import regularizers as R
 from gonio.errors import AlreadyAppliedError, NotApplicableError
-from gonio.integrations.transformers import add_penalty_, tracker_callback
+from gonio.integrations.transformers import add_penalty_, report_callback, tracker_callback
 
 STRENGTH = 0.3
 
@@ -197,3 +197,12 @@ def test_twice_is_refused_and_undo_takes_it_out() -> None:
 def test_what_has_no_loss_is_refused() -> None:
     with pytest.raises(NotApplicableError, match=r"it has no compute_loss. Pass a transformers.Trainer"):
         add_penalty_(object(), lambda: torch.tensor(8.0))
+
+
+def test_a_report_after_each_checkpoint(transformers: Any, tmp_path: Path) -> None:
+    model, seen = Plain(), []
+    trainer = trainer_of(transformers, model, tmp_path, accumulate=1)
+    trainer.args.save_strategy, trainer.args.save_steps = "steps", 5
+    trainer.add_callback(report_callback(lambda each: seen.append(gonio.doctor(each.net, batch=torch.ones(2, 4)))))
+    trainer.train()
+    assert len(seen) == 3  # after 5, 10 and the last of 12 steps

@@ -39,6 +39,22 @@ def test_total_is_the_variance_of_all_values_together():
     torch.testing.assert_close(norm.running_var.double(), everything.var(1), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("buffer", "value"), [("running_mean", torch.nan), ("running_var", -1.0), ("running_var", torch.inf)]
+)
+def test_invalid_channels_alone(buffer: str, value: float) -> None:
+    norm, everything = nn.BatchNorm2d(3), calibrated(nn.BatchNorm2d(3), BATCHES)
+    norm.running_mean.copy_(torch.tensor([7.0, 8.0, 9.0]))
+    norm.get_buffer(buffer)[1] = value
+    before = copy.deepcopy(norm)
+    edited = calibrate_(nn.Sequential(norm), BATCHES, channels="invalid")
+    assert edited.changes[0].what.endswith("values per channel, in 1 of 3 channels")
+    for name in ("running_mean", "running_var"):
+        old, new, measured = (each.get_buffer(name) for each in (before, norm, everything))
+        assert torch.equal(new[[0, 2]], old[[0, 2]])
+        assert torch.equal(new[1], measured[1])
+
+
 def test_mean_is_the_average_of_the_batches_variances_weighted_by_their_size():
     norm = calibrated(nn.BatchNorm2d(3), BATCHES, variance="mean")
     n = torch.tensor([rows(batch).shape[1] for batch in BATCHES]).double()
@@ -173,6 +189,7 @@ def test_empty_batches_count_nothing():
     [
         (nn.BatchNorm2d(3), [], {}, InvalidArgumentError, "averages over batches; found no batch"),
         (nn.BatchNorm2d(3), BATCHES[:1], {"variance": "median"}, InvalidArgumentError, 'variance="total" or "mean"'),
+        (nn.BatchNorm2d(3), BATCHES[:1], {"channels": "bad"}, InvalidArgumentError, 'channels="all" or "invalid"'),
         (nn.LayerNorm(3), BATCHES[:1], {}, NoMatchError, "it keeps no running statistics"),
         (gnn.SwitchableNorm2d(3), [BATCHES[1][:0]], {}, NotApplicableError, "it saw no values"),
     ],

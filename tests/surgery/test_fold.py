@@ -167,8 +167,8 @@ def test_rounding_that_the_model_enlarges_is_no_mistake_of_the_fold() -> None:
 
 @pytest.mark.parametrize("make", [enlarging, lambda: nn.Sequential(nn.Conv2d(2, 4, 1), trained(nn.BatchNorm2d(4)))])
 def test_a_mistake_of_the_fold_is_found_and_taken_back(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    affine = fold._affine
-    monkeypatch.setattr(fold, "_affine", lambda norm: tuple(1.01 * part for part in affine(norm)))
+    affine = fold.affine_map
+    monkeypatch.setattr(fold, "affine_map", lambda norm: tuple(1.01 * part for part in affine(norm)))
     model, x = make().double().eval(), seeded(4, 2, 5, 5, dtype=torch.float64)
     before = Snapshot.of(model, x)
     with pytest.raises(NotApplicableError, match="the outputs changed: largest deviation"):

@@ -25,6 +25,12 @@ Folder = Annotated[
 Task = Annotated[
     str | None, typer.Option(help="A task of gonio compare: its held-out score proves a treatment.", metavar="TASK")
 ]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        help="The checkpoint that this one was fine-tuned from: what has changed is judged too.", metavar="FILE"
+    ),
+]
 Unproven = Annotated[
     bool, typer.Option("--unproven", help="Keep a treatment that can be neither proved nor refuted without a task.")
 ]
@@ -36,6 +42,7 @@ def doctor(
     model: options.OfCheckpoint = None,
     task: Task = None,
     batch: options.Batch = None,
+    base: Base = None,
     output: Folder = None,
     json: options.Json = None,
     seed: options.Seed = 0,
@@ -55,14 +62,15 @@ def doctor(
     _check_output(output)
     held = None if model is None else read(source)
     first: Any = read_source(source, seed=seed) if held is None or model is None else restored_model(held, model)
-    if isinstance(first, str) and (task or batch):
-        option = "--task" if task else "--batch"
-        raise InvalidArgumentError(f"{option} runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
+    if isinstance(first, str) and (task or batch or base):
+        option = "--task" if task else "--batch" if batch else "--base"
+        raise InvalidArgumentError(f"{option} takes a model", "a file alone", "Add --model FILE.py:FACTORY.")
     example = None if batch is None else read_batch(batch, option="--batch")
     if example is not None:
         check_runs(first, example, option="--batch")
     with users_code(task, model, source):
-        treated = gonio.doctor(first, task=task, batch=example, apply_unproven=unproven)
+        before = None if base is None else read(base).state
+        treated = gonio.doctor(first, task=task, batch=example, base=before, apply_unproven=unproven)
     if json is None:
         print_out(str(treated))
     else:

@@ -41,6 +41,8 @@ def measure(
     key: options.Key = None,
     headers: options.Headers = False,
     engine: options.Where = "local",
+    jobs: options.Jobs = 1,
+    journal: options.Journal = None,
     also: options.Also = None,
     deep: options.Deep = False,
     fail_on: options.FailOn = None,
@@ -62,30 +64,28 @@ def measure(
     targets = {"html": html, "json": json, "csv": csv, "md": md}
     check_folders(targets)
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
-    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--deep": deep, "--engine": engine != "local"}
+    whole |= {"--ignore": ignore, "--config": config, "--also": also, "--deep": deep}
+    spread = {"--engine": engine != "local", "--jobs": jobs > 1, "--journal": journal}
+    how: dict[str, Any] = {"engine": engine, "jobs": jobs, "journal": journal}
     if widths is not None:
-        _refuse("--widths", {**whole, "--headers": headers, "--key": key, "a second source": after})
+        _refuse("--widths", {**whole, **spread, "--headers": headers, "--key": key, "a second source": after})
         _widths(source, widths, task, seed, targets)
         return
     if after:
-        alone = {name: value for name, value in whole.items() if name not in ("--fail-on", "--engine")}
-        _refuse("two sources", {**alone, "--headers": headers})
-        _changes([read_source(word, seed=seed, key=key) for word in (source, *after)], engine, targets, fail_on)
+        _refuse("two sources", {**whole, "--fail-on": None, "--headers": headers})
+        _changes([read_source(word, seed=seed, key=key) for word in (source, *after)], how, targets, fail_on)
         return
-    _refuse("--headers", {**whole, "--html": html, "--csv": csv, "--md": md} if headers else {})
-    _refuse("--model", {"--base": base, "--key": key, "--engine": engine != "local"} if model else {})
+    _refuse("--headers", {**whole, **spread, "--html": html, "--csv": csv, "--md": md} if headers else {})
+    _refuse("--model", {"--base": base, "--key": key, **spread} if model else {})
     first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source), model)
     if headers:
         _write_outline(measuring.outline(first), json)
         return
     suppressing = suppression(config, ignore or [])
-    example = None if batch is None else _example(first, batch)
-    adapted = None if base is None else read_source(base, seed=seed)
+    how |= {"batch": _example(first, batch), "base": None if base is None else read_source(base, seed=seed)}
     figures: list[Literal["operator_norm"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
-        found = measuring.measure(
-            first, batch=example, base=adapted, engine=engine, extra_figures=figures, deep=deep, progress=update
-        )
+        found = measuring.measure(first, extra_figures=figures, deep=deep, progress=update, **how)
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(first, (str, os.PathLike)) else first)
     if _write(found, targets):
@@ -93,10 +93,12 @@ def measure(
     fail_at(found.findings, fail_on)
 
 
-def _example(source: Any, batch: str) -> Any:
-    """The batch that a model is to run on."""
+def _example(source: Any, batch: str | None) -> Any:
+    """The batch that a model is to run on; None for none."""
     from gonio.cli.inputs import check_runs, read_batch
 
+    if batch is None:
+        return None
     example = read_batch(batch, option="--batch")
     if isinstance(source, (str, os.PathLike)):
         raise InvalidArgumentError("--batch runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
@@ -105,12 +107,14 @@ def _example(source: Any, batch: str) -> Any:
 
 
 def _changes(
-    sources: list[Any], engine: options.Engine, targets: dict[str, str | None], fail_on: options.Level | None
+    sources: list[Any], how: dict[str, Any], targets: dict[str, str | None], fail_on: options.Level | None
 ) -> None:
     from gonio import measuring
 
+    if len(sources) > 2:
+        _refuse("more than two sources", {"--journal": how.pop("journal")})
     with progress("comparing") as update:
-        found: Differences | Changes = measuring.measure(*sources, engine=engine, progress=update)
+        found: Differences | Changes = measuring.measure(*sources, **how, progress=update)
     findings = found.all_findings if isinstance(found, measuring.Changes) else found.findings
     if _write(found, targets):
         _summarise(findings)

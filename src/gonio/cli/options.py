@@ -61,6 +61,14 @@ Key = Annotated[
 ]
 Headers = Annotated[bool, typer.Option("--headers", help="Show shapes, dtypes and sizes only; no values are read.")]
 Where = Annotated[Engine, typer.Option(help="ray spreads the tensors of files over a running cluster.")]
+Jobs = Annotated[int, typer.Option(help="Of a file: measure its tensors in N processes.", min=1, metavar="N")]
+Journal = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a file: keep each row in FILE when it is made, so that a stopped measurement goes on from there.",
+        metavar="FILE",
+    ),
+]
 Also = Annotated[list[Figure] | None, typer.Option(help="Measure this too, which takes longer than all the rest.")]
 Deep = Annotated[
     bool, typer.Option("--deep", help="All pairs and all singular values of large weights too, however long it takes.")

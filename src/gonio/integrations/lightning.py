@@ -174,3 +174,18 @@ def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"]
             check_before_save(checkpoint["state_dict"], fail_on=fail_on, action=action)
 
     return CheckCallback()
+
+
+def report_callback(report: Callable[[nn.Module], object]) -> Any:
+    """A `lightning.pytorch.Callback` that gives the module to a function whenever a checkpoint is saved.
+
+    For example `report_callback(lambda module: print(gonio.doctor(module.net, batch=x)))`, which treats a copy.
+    Raises: MissingExtraError if neither `lightning` nor `pytorch_lightning` is installed.
+    """
+    base: Any = _library().Callback
+
+    class ReportCallback(base):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
+            report(module)
+
+    return ReportCallback()

@@ -148,3 +148,18 @@ def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"]
         on_epoch_end = on_step_end
 
     return CheckCallback()
+
+
+def report_callback(report: Callable[[nn.Module], object]) -> Any:
+    """A `transformers.TrainerCallback` that gives the model to a function whenever a checkpoint was saved.
+
+    For example `report_callback(lambda model: print(gonio.doctor(model, batch=batch)))`, which treats a copy.
+    Raises: MissingExtraError if `transformers` is not installed.
+    """
+    base: Any = _callback_class("report_callback()")
+
+    class ReportCallback(base):
+        def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            report(named["model"])
+
+    return ReportCallback()

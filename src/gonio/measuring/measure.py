@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any, overload
 
@@ -17,7 +15,7 @@ from torch import nn
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
-from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
+from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, versions
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
@@ -37,6 +35,8 @@ def measure(
     optimizer: torch.optim.Optimizer | None = ...,
     base: Source | None = ...,
     engine: Engine = ...,
+    jobs: int = ...,
+    journal: str | os.PathLike[str] | None = ...,
     extra_figures: ExtraFigures = ...,
     deep: bool = ...,
     progress: Progress = ...,
@@ -44,12 +44,27 @@ def measure(
 
 
 @overload
-def measure(source: Source, after: Source, *, engine: Engine = ..., progress: Progress = None) -> Differences: ...
+def measure(
+    source: Source,
+    after: Source,
+    *,
+    engine: Engine = ...,
+    jobs: int = ...,
+    journal: str | os.PathLike[str] | None = ...,
+    progress: Progress = None,
+) -> Differences: ...
 
 
 @overload
 def measure(
-    source: Source, after: Source, other: Source, /, *more: Source, engine: Engine = ..., progress: Progress = None
+    source: Source,
+    after: Source,
+    other: Source,
+    /,
+    *more: Source,
+    engine: Engine = ...,
+    jobs: int = ...,
+    progress: Progress = None,
 ) -> Changes: ...
 
 
@@ -62,6 +77,8 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     base: Source | None = None,
     engine: Engine = "local",
+    jobs: int = 1,
+    journal: str | os.PathLike[str] | None = None,
     extra_figures: ExtraFigures = (),
     deep: bool = False,
     progress: Progress = None,
@@ -90,6 +107,10 @@ def measure(
             sums with the adapters are measured too.
         engine: `ray` distributes the tensors of one file, or of all files, over the Ray cluster to which this process
             is, or can be, connected; the files must have the same paths on all nodes.
+        jobs: of a file, the number of processes that measure its tensors; in a script, call it below
+            `if __name__ == "__main__":`.
+        journal: of a file, the path of another one that keeps each row when it is made: a measurement that was stopped
+            goes on from there, if files, options and versions are the same, and repeats at most the tensors at work.
         extra_figures: figures that take longer than all others together: `operator_norm`, of convolutions, on a
             periodic grid of 16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
         deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
@@ -126,23 +147,29 @@ def measure(
     if after is not None:
         _check_two((after, *more), options)
         if more:
-            return changes(source, after, *more, engine=engine, progress=progress)
-        return difference(source, after, engine=engine, progress=progress)
-    _check(source, options, engine)
+            if journal is not None:
+                raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
+            return changes(source, after, *more, engine=engine, jobs=jobs, progress=progress)
+        return difference(source, after, engine=engine, jobs=jobs, journal=journal, progress=progress)
+    spread = Spread(engine, jobs, journal)
+    _check(source, options, spread)
     training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
     contents = contents_of(source, base)
-    if engine == "ray":
-        words = (path_of(source), None if base is None else path_of(base), extra_figures, deep)
-        tensors = on_ray(_measured, words, [prod(entry.shape or ()) for entry in contents.entries], progress)
-    else:
-        tensors = []
-        for entry in contents.entries:
-            tensors.append(measure_tensor(entry, extra_figures=extra_figures, deep=deep))
-            if progress is not None:
-                progress(len(tensors), len(contents.entries))
-    name, versions = name_of(source), _versions()
+    entries, figures = contents.entries, tuple(extra_figures)
+    given = [source] if base is None else [source, base]
+    with spread.journal_of(TensorMeasurement, given, deep=deep, extra_figures=figures) as kept:
+        tensors = results(
+            lambda number: measure_tensor(entries[number], extra_figures=figures, deep=deep),
+            _measured,
+            lambda: (path_of(source), None if base is None else path_of(base), figures, deep),
+            [prod(entry.shape or ()) for entry in entries],
+            spread,
+            progress,
+            kept,
+        )
+    name, made_by = name_of(source), versions()
     if not isinstance(source, nn.Module) or training is None:
-        return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=versions)
+        return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=made_by)
     structure = structure_of(source)
     signals, silent = ((), ()) if batch is None else _signals(source, batch)
     return Measurements(
@@ -153,7 +180,7 @@ def measure(
         mixtures=structure.mixtures,
         signals=signals,
         notes=(*contents.notes, *structure.notes, *silent),
-        versions=versions,
+        versions=made_by,
     )
 
 
@@ -173,7 +200,7 @@ _OF_MODELS = {
 }
 
 
-def _check(source: Source, options: dict[str, Any], engine: str) -> None:
+def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
     """Refuse options that do not fit the source, an unknown engine and unknown figures."""
     for name, what in _OF_MODELS.items():
         if options[name] is not None and not isinstance(source, nn.Module):
@@ -182,8 +209,7 @@ def _check(source: Source, options: dict[str, Any], engine: str) -> None:
     if _is_sizes(batch := options["batch"]):
         do = "For random numbers write e.g. batch=torch.randn(8, 3, 32, 32)."
         raise InvalidArgumentError("measure(batch=) takes an input of the model, e.g. a tensor", repr(batch)[:80], do)
-    if engine != "local":
-        check_engine(engine, [given for given in (source, options["base"]) if given is not None])
+    spread.check([given for given in (source, options["base"]) if given is not None])
     extra_figures = options["extra_figures"] or ()
     if isinstance(extra_figures, str):
         raise InvalidArgumentError(
@@ -219,14 +245,6 @@ def _annotated(tensor: TensorMeasurement, structure: Structure) -> TensorMeasure
         return tensor
     free = ": the function does not depend on its norm" if tensor.path in structure.invariant else ""
     return replace(tensor, notes=(*tensor.notes, f"followed by {norm}{free}"))
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("gonio")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        own = "not installed"
-    return {"gonio": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _measured(

@@ -25,6 +25,7 @@ from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.recording import Part
+from gonio.surgery.recycle import recycle_
 from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
 
@@ -60,6 +61,7 @@ __all__ = [
     "init_",
     "lsuv_",
     "parametrize_",
+    "recycle_",
     "select",
     "shrink_intruders_",
     "sites",

@@ -27,8 +27,9 @@ _UNBATCHED: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 2, nn.InstanceNorm2
 
 
 def calibrate_(
-    model: nn.Module, batches: Iterable[Any], *, where: Where = None, variance: Literal["total", "mean"] = "total"
-) -> Edited:
+    model: nn.Module, batches: Iterable[Any], *, where: Where = None, variance: Literal["total", "mean"] = "total",
+    channels: Literal["all", "invalid"] = "all",
+) -> Edited:  # fmt: skip
     r"""Replace running statistics by averages over batches, with all parameters frozen.
 
     For batches :math:`b` with :math:`n_b` values per channel, mean :math:`\mu_b` and (biased) variance
@@ -55,6 +56,7 @@ def calibrate_(
         batches: inputs; each a tensor, a tuple of arguments, a dict of keyword arguments or a list `[x, y]` of a
             DataLoader, of which the model gets what its forward takes.
         where: which layers; None for all that keep running statistics.
+        channels: "invalid" for those alone whose mean or variance is not finite, or whose variance is negative.
 
     Raises:
         NoMatchError: if no selected layer keeps running statistics.
@@ -73,13 +75,15 @@ def calibrate_(
     """
     if variance not in ("total", "mean"):
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
+    if channels not in ("all", "invalid"):
+        raise InvalidArgumentError('calibrate_ takes channels="all" or "invalid"', repr(channels), "Choose one.")
     found = select(model, where, verb="calibrate_", can_act=can_act)
     layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, layers)
     with Edit(model, "calibrate_") as edit:
         edit.note(f"{count} batches, variance={variance!r}")
         for moments in layers:
-            _store_(edit, moments)
+            _store_(edit, moments, channels)
         chosen = [
             site for site in sites(model) if site.matches(as_selector(where)) and "running_mean" in site.module._buffers
         ]
@@ -141,7 +145,7 @@ def _own_buffers(module: nn.Module) -> Iterator[None]:
         module._buffers.update(before)
 
 
-def _store_(edit: Edit, moments: _RunningMoments) -> None:
+def _store_(edit: Edit, moments: _RunningMoments, channels: str) -> None:
     site = moments.site
     running_mean, running_var = site.module.get_buffer("running_mean"), site.module.get_buffer("running_var")
     n, mean, var = moments.result(running_mean.numel(), running_mean.device)
@@ -150,9 +154,13 @@ def _store_(edit: Edit, moments: _RunningMoments) -> None:
         raise refuse("it saw no values", "Leave it out of `where`.")
     if not (torch.isfinite(mean).all() and torch.isfinite(var).all()):
         raise refuse("its statistics are not finite", "Check weights and batches.")
-    edit.set_buffer_(site.module, "running_mean", mean.to(running_mean.dtype))
-    edit.set_buffer_(site.module, "running_var", var.to(running_var.dtype))
-    edit.changed(site.path, f"statistics of {n:.0f} values per channel")
+    chosen = ~(torch.isfinite(running_mean) & (running_var >= 0) & torch.isfinite(running_var))
+    if channels == "all":
+        chosen = torch.ones_like(chosen)
+    for name, old, new in (("running_mean", running_mean, mean), ("running_var", running_var, var)):
+        edit.set_buffer_(site.module, name, torch.where(chosen, new.to(old.dtype), old))
+    which = "" if channels == "all" else f", in {int(chosen.sum())} of {chosen.numel()} channels"
+    edit.changed(site.path, f"statistics of {n:.0f} values per channel{which}")
 
 
 def can_act(module: nn.Module) -> str | None:

@@ -246,11 +246,12 @@ class SameFunction:
         example: an input; None for inputs that are made from the model's first layer, if it takes one.
 
     Attributes:
+        example: the given input.
         dims: the number of dimensions of each layer's outputs, by path, where all inputs agree.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        self.model, self._given = unwrapped(model), example is not None
+        self.model, self.example, self._given = unwrapped(model), example, example is not None
         self._runs: list[tuple[Any, list[Tensor]]] = []
         self._why = "the model has no layer that tells its input size"
         self.dims: dict[str, int] = {}

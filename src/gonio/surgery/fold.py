@@ -221,7 +221,7 @@ def _not_fixed(norm: nn.Module) -> str | None:
 
 def _fold_norm_(edit: Edit, layer: nn.Module, norm: nn.Module) -> None:
     """Multiply the layer's rows by the norm's scale, and give it the bias of both."""
-    scale, shift = _affine(norm)
+    scale, shift = affine_map(norm)
     layout = layout_of(layer)
     weight = layer.get_parameter("weight")
     rows = matrix_view(weight.detach().double(), layout)
@@ -236,7 +236,7 @@ def _fold_norm_(edit: Edit, layer: nn.Module, norm: nn.Module) -> None:
         layer.register_parameter("bias", new)
 
 
-def _affine(norm: nn.Module) -> tuple[Tensor, Tensor]:
+def affine_map(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """The norm in evaluation mode as x ↦ scale·x + shift per channel, in float64."""
     mean = norm.get_buffer("running_mean").double()
     std = (norm.get_buffer("running_var").double() + norm.eps).sqrt()  # type: ignore[operator]

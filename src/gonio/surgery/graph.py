@@ -420,3 +420,13 @@ def flattens_from_dim_1(node: fx.Node, module: nn.Module | None, called: str) ->
     start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
     plain = len(node.args) <= 2 and "end_dim" not in node.kwargs
     return bool(called == "flatten" and start == 1 and plain)
+
+
+def averages_positions(node: fx.Node, spatial: int) -> bool:
+    """Whether a call of `mean` is over all positions of (N, C, *positions), so that one number per channel is left."""
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = (dims,) if isinstance(dims, int) else dims
+    if len(node.args) > 2 or not isinstance(dims, (tuple, list)) or not all(isinstance(d, int) for d in dims):
+        return False
+    rank = 2 + spatial
+    return {d % rank for d in dims if isinstance(d, int)} == set(range(2, rank))

@@ -11,6 +11,7 @@ from gonio.surgery.graph import (
     ELEMENTWISE_FUNCTIONS,
     POOLING_FUNCTIONS,
     Graph,
+    averages_positions,
     called_function,
     flattens_from_dim_1,
 )
@@ -189,8 +190,8 @@ class _ScaleReader:
             return flow if flow.axis == "channels" else None
         if flattens_from_dim_1(node, module, called):
             return _Flow(flow.variable, "flat") if flow.axis == "channels" else flow
-        if called == "mean" and flow.axis == "channels":
-            return _after_mean(node, flow)
+        if called == "mean" and flow.axis == "channels" and averages_positions(node, flow.spatial):
+            return flow if node.kwargs.get("keepdim") else _Flow(flow.variable, "features")
         return None
 
     def _inputs(self, node: fx.Node) -> list[_Flow]:
@@ -209,15 +210,3 @@ class _ScaleReader:
         while variable in self.merged:
             variable = self.merged[variable]
         return variable
-
-
-def _after_mean(node: fx.Node, flow: _Flow) -> _Flow | None:
-    """A mean over all positions leaves one number per channel."""
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    dims = (dims,) if isinstance(dims, int) else dims
-    if len(node.args) > 2 or not isinstance(dims, (tuple, list)) or not all(isinstance(d, int) for d in dims):
-        return None
-    rank = 2 + flow.spatial
-    if {d % rank for d in dims if isinstance(d, int)} != set(range(2, rank)):
-        return None
-    return flow if node.kwargs.get("keepdim") else _Flow(flow.variable, "features")

@@ -65,10 +65,11 @@ def scaled() -> nn.Sequential:
 def test_every_rule_has_a_prescription_or_the_reason_why_not(code: str) -> None:
     prescription = prescriptions()[code]
     assert bool(prescription.verb) != bool(prescription.none)
-    if prescription.verb:
-        assert callable(getattr(gonio, prescription.verb))
-        assert prescription.proof in ("same function", "held-out score")
-        assert all((prescription.why, prescription.changes, prescription.cannot))
+    for each in filter(None, (prescription, prescription.otherwise)):
+        if each.verb:
+            assert callable(getattr(gonio, each.verb))
+            assert each.proof in ("same function", "held-out score")
+            assert all((each.why, each.changes, each.cannot))
     assert f"gonio.doctor: {prescription}" in explain(code)
 
 
@@ -134,6 +135,98 @@ def test_without_data_nothing_is_applied_unless_it_is_asked_for() -> None:
     assert gonio.doctor(damaged, apply_unproven=True).steps[0].verdict == "not applied"
 
 
+@torch.no_grad()
+def mlp(*, dead: bool = False, copied: bool = False, weak: float = 1.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    if dead:
+        model[0].weight[5] = 0
+    if copied:
+        model[0].weight[7], model[0].bias[7] = model[0].weight[3], model[0].bias[3]
+    model[0].weight[9] *= weak
+    model[0].bias[9] *= weak
+    return model.eval()
+
+
+def test_dead_and_duplicate_filters_are_recycled_with_the_same_function() -> None:
+    model, x = mlp(dead=True, copied=True), torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    treated = gonio.doctor(model, batch=x)
+    assert {finding.code for finding in treated.before.findings} == {"G102", "G203", "G202"}
+    assert not treated.after.findings
+    assert [(step.verb, step.verdict, step.proved) for step in treated.steps] == [("recycle_", "kept", True)]
+    assert treated.recipe["steps"][0]["options"] == {"where": ["0"]}
+    assert torch.allclose(treated.model(x), model(x), atol=1e-5)
+    assert treated.model[0].weight[5].any()
+    assert not treated.model[2].weight[:, [5, 7]].any()
+    treated.undo_()
+    assert same(model, treated.model)
+
+
+def test_a_weak_filter_gets_its_scale_back_or_is_drawn_anew() -> None:
+    model, x = mlp(weak=1e-4), torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model[2].weight[:, 9] *= 4
+    treated = gonio.doctor(model, batch=x)
+    assert [(step.verb, step.verdict) for step in treated.steps] == [("balance_", "kept")]
+    assert not treated.after.findings
+    model = mlp(weak=1e-7)
+    alone = gonio.doctor(model, batch=x)
+    assert [(step.verb, step.verdict) for step in alone.steps] == [("balance_", "undone"), ("recycle_", "not applied")]
+    assert "not provable without data" in alone.steps[1].proof
+    asked = gonio.doctor(model, batch=x, apply_unproven=True)
+    assert [step.verb for step in asked.kept] == ["recycle_"]
+    assert asked.recipe["steps"][0]["options"] == {"weak": 1e-3, "where": ["0"]}
+
+
+def test_statistics_are_measured_in_the_named_layers_first() -> None:
+    torch.manual_seed(0)
+    first, second = (nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU()), (nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU())
+    model = nn.Sequential(*first, *second, nn.Linear(8, 3))
+    data = task()
+    gonio.calibrate_(model.eval(), [data.train.inputs])
+    model[1].running_var[0] = -1
+    treated = gonio.doctor(model, task=data)
+    assert [step.verdict for step in treated.steps] == ["kept"]
+    assert treated.steps[0].options == {"channels": "invalid", "where": ["1"]}
+    assert torch.equal(treated.model[4].running_mean, model[4].running_mean)
+    assert not treated.after.findings
+
+
+def fine_tuned() -> tuple[nn.Sequential, nn.Sequential]:
+    """A network, and one with four new large directions in a weight."""
+    wide = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) / 8)
+        tuned = copy.deepcopy(wide)
+        u, v = (torch.linalg.qr(torch.randn(64, 4, generator=random))[0] for _ in range(2))
+        tuned[2].weight += 3 * u @ v.T
+    return wide, tuned
+
+
+def test_intruders_take_the_base_and_a_task() -> None:
+    base, tuned = fine_tuned()
+    without = gonio.doctor(tuned, batch=task().train.inputs)
+    assert "G501" not in {finding.code for finding in without.before.findings}
+    named = gonio.doctor(tuned, batch=task().train.inputs, base=base)
+    steps = {step.verb: step for step in named.steps}
+    assert steps["shrink_intruders_"].codes == ("G501",)
+    assert "not provable without data" in steps["shrink_intruders_"].proof
+    judged = gonio.doctor(tuned, task=task(), base=base)
+    step = {step.verb: step for step in judged.steps}["shrink_intruders_"]
+    assert step.options == {"factor": 0.0, "where": ["2"]}
+    assert step.verdict in ("kept", "undone")
+    assert step.proved == (step.verdict == "kept")
+
+
+def test_the_proof_says_improved_or_not_inferior() -> None:
+    model, data = network(), task()
+    model[1].running_mean.fill_(50.0)
+    treated = gonio.doctor(model, task=data)
+    assert treated.steps[0].proof.startswith("improved: accuracy on held-out blobs: +")
+
+
 def test_a_nan_weight_is_refused() -> None:
     model = network()
     with torch.no_grad():
@@ -181,7 +274,7 @@ def test_of_a_state_dict_treatments_are_only_named() -> None:
     assert (treated.model, treated.edits) == (None, ())
     assert [(step.verb, step.verdict) for step in treated.steps] == [("calibrate_", "not applied")]
     assert "pass the model" in treated.steps[0].proof
-    with pytest.raises(gonio.GonioError, match="runs a model on a task or a batch; found OrderedDict"):
+    with pytest.raises(gonio.GonioError, match="on a task or a batch, and compares it with a base; found OrderedDict"):
         gonio.doctor(damaged.state_dict(), task=task())
 
 

@@ -16,7 +16,7 @@ from gonio.measuring import Finding, Measurements
 from gonio.pages import render
 
 SCHEMA = "gonio.treatment/1"
-HEAD = ("treatment", "for", "verdict", "why")
+HEAD = ("treatment", "for", "verdict", "why", "not repaired by it")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Step:
         verdict: `kept`, `undone` (it was tried on the copy, and taken back) or `not applied`.
         proof: what proved it, or why it was not kept.
         proved: whether a proof was found; False for a step that was kept because `apply_unproven` asked for it.
+        cannot: what such a treatment does not repair.
     """
 
     verb: str
@@ -36,11 +37,12 @@ class Step:
     verdict: str
     proof: str
     proved: bool = False
+    cannot: str = ""
 
     @property
-    def row(self) -> tuple[str, str, str, str]:
+    def row(self) -> tuple[str, str, str, str, str]:
         """The cells of a table."""
-        return self.verb, ", ".join(self.codes), self.verdict, self.proof
+        return self.verb, ", ".join(self.codes), self.verdict, self.proof, self.cannot
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,15 +114,15 @@ class Treatment:
         return write_text(text, path)
 
     @property
-    def _rows(self) -> list[tuple[str, str, str, str]]:
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
         rows = [step.row for step in self.steps]
-        return [*rows, *(("none", f"{f.code} {f.path}".strip(), "untreated", why) for f, why in self.untreated)]
+        return [*rows, *(("none", f"{f.code} {f.path}".strip(), "untreated", why, "") for f, why in self.untreated)]
 
     def __repr__(self) -> str:
         return f"<Treatment of {plain(self.source)}: {len(self.kept)} of {len(self.steps)} steps kept>"
 
     def __str__(self) -> str:
-        lines = [f"  {verb}: {verdict} (for {codes}): {why}" for verb, codes, verdict, why in self._rows]
+        lines = [f"  {verb}: {verdict} (for {codes}): {why}" for verb, codes, verdict, why, _ in self._rows]
         return "\n".join(plain(line, longest=len(line)) for line in (f"{self.source}: {self.summary}", *lines))
 
     def _repr_html_(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
-from gonio.measuring.engines import Engine, Progress, check_engine, on_ray, path_of
+from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.exports import counted, json_data
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
+from gonio.measuring.journal import Journal
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
@@ -230,7 +232,15 @@ class Differences(Table[TensorDifference]):
         yield Text(self.coverage, style="dim")
 
 
-def difference(before: Source, after: Source, *, engine: Engine = "local", progress: Progress = None) -> Differences:
+def difference(
+    before: Source,
+    after: Source,
+    *,
+    engine: Engine = "local",
+    jobs: int = 1,
+    journal: str | os.PathLike[str] | None = None,
+    progress: Progress = None,
+) -> Differences:
     r"""Compare two models, state dicts or files tensor by tensor, norms and directions apart.
 
     For each filter the ratio of the norms and the angle between :math:`w` before and after; for each tensor the
@@ -242,7 +252,7 @@ def difference(before: Source, after: Source, *, engine: Engine = "local", progr
     Args:
         before, after: anything that :func:`gonio.measure` takes. Tensors are matched by name, across prefixes such as
             `model.`. `after` may hold adapters of peft (LoRA, DoRA, OFT) for `before`, without peft installed.
-        engine: `ray` distributes the tensors of two files over a Ray cluster, as in :func:`gonio.measure`.
+        engine, jobs, journal: of two files, as in :func:`gonio.measure`.
         progress: called after each tensor with the number done and the number in all.
 
     Returns:
@@ -269,7 +279,10 @@ def difference(before: Source, after: Source, *, engine: Engine = "local", progr
         [1] E. J. Hu et al., "LoRA: Low-rank adaptation of large language models", 2021, arXiv 2106.09685, §4.1. [2] R.
         Shuttleworth et al., "LoRA vs full fine-tuning: an illusion of equivalence", 2024, arXiv 2410.21228.
     """
-    (model,), rows = compared(before, [after], _row_alone, engine, progress)
+    spread = Spread(engine, jobs, journal)
+    spread.check((before, after))
+    with spread.journal_of(TensorDifference, (before, after)) as kept:
+        (model,), rows = compared(before, [after], _row_alone, spread, progress, kept)
     return assembled(name_of(before), model, rows)
 
 
@@ -289,24 +302,27 @@ Reduce = Callable[[Rows, Deltas], Reduced]
 
 
 def compared(
-    base: Source, after: Sequence[Source], reduce: Reduce[Reduced], engine: Engine, progress: Progress
+    base: Source,
+    after: Sequence[Source],
+    reduce: Reduce[Reduced],
+    spread: Spread,
+    progress: Progress,
+    journal: Journal[Reduced] | None = None,
 ) -> tuple[list[TunedModel], list[Reduced]]:
     """The models, and for each name what `reduce` makes of the row and of the change of every model.
 
-    One tensor of the base is read once and then released. On a Ray cluster workers call `reduce`, so that only its
-    results are sent.
+    One tensor of the base is read once and then released. Workers call `reduce`, so that only its results are sent.
     """
-    check_engine(engine, (base, *after))
     held, models, names = _opened(base, after)
-    if engine == "ray":
-        sizes = [prod(held[name].shape or ()) if name in held else 0 for name in names]
-        return models, on_ray(_reduced, (reduce, path_of(base), [*map(path_of, after)]), sizes, progress)
-    reduced = []
-    for name in names:
-        reduced.append(reduce(*_compared(name, held.get(name), models)))
-        if progress is not None:
-            progress(len(reduced), len(names))
-    return models, reduced
+    return models, results(
+        lambda number: reduce(*_compared(names[number], held.get(names[number]), models)),
+        _reduced,
+        lambda: (reduce, path_of(base), [*map(path_of, after)]),
+        [prod(held[name].shape or ()) if name in held else 0 for name in names],
+        spread,
+        progress,
+        journal,
+    )
 
 
 def _reduced(reduce: Reduce[Reduced], base: Source, after: Sequence[Source], numbers: Sequence[int]) -> list[Reduced]:

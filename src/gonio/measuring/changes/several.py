@@ -19,7 +19,7 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
-from gonio.measuring.engines import Engine, Progress
+from gonio.measuring.engines import Engine, Progress, Spread
 from gonio.measuring.exports import counted, json_data
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
 from gonio.measuring.reading.source import Source, name_of
@@ -192,7 +192,9 @@ class Changes(Table[Agreement]):
         yield Text("")
 
 
-def changes(base: Source, *models: Source, engine: Engine = "local", progress: Progress = None) -> Changes:
+def changes(
+    base: Source, *models: Source, engine: Engine = "local", jobs: int = 1, progress: Progress = None
+) -> Changes:
     r"""Compare several models with the base that they were tuned from, and their changes with each other.
 
     With :math:`\Delta_i = W_i - W`: for each model what :func:`gonio.measuring.difference` gives; for all together, by
@@ -201,7 +203,7 @@ def changes(base: Source, *models: Source, engine: Engine = "local", progress: P
 
     Args:
         base, models: anything that :func:`gonio.measure` takes; adapters for the base too.
-        engine: `ray` distributes the tensors of files over a Ray cluster, as in :func:`gonio.measure`.
+        engine, jobs: of files, as in :func:`gonio.measure`.
         progress: called after each tensor with the number done and the number in all.
 
     Raises:
@@ -221,7 +223,9 @@ def changes(base: Source, *models: Source, engine: Engine = "local", progress: P
     if len(models) < 2:
         asked = "changes() compares two models or more with their base"
         raise InvalidArgumentError(asked, f"{len(models)}", "Add one.")
-    read, found = compared(base, models, _reduced, engine, progress)
+    spread = Spread(engine, jobs)
+    spread.check((base, *models))
+    read, found = compared(base, models, _reduced, spread, progress)
     tensors = [sums.agreement(rows[0].name) for rows, sums in found if sums is not None]
     whole = sum((sums for _, sums in found if sums is not None), CosineSums.empty(len(models))).agreement("")
     made = tuple(assembled(name_of(base), model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))

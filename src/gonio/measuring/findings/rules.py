@@ -26,9 +26,10 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
 from gonio.measuring.exports import are, counted
+from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
-from gonio.measuring.findings.prescriptions import prescriptions
+from gonio.measuring.findings.prescriptions import prescriptions, success_rate
 from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
 
 PLACES = 8  # findings of one rule that a terminal shows
@@ -224,7 +225,7 @@ def explain(code: str | Finding) -> str:
     text = rule.text
     chance = [f"Random weights: {text.chance}"] if text.chance else []
     alarms = f"none by construction: {text.exact}" if text.exact else _rate(rule.code)
-    treated = f"gonio.doctor: {prescriptions()[rule.code]}"
+    treated = f"gonio.doctor: {prescriptions()[rule.code]}{success_rate(rule.code)}"
     rest = [f"What to do: {text.do}", treated, f"False alarms: {alarms}", f"Source: {text.source}"]
     return "\n".join([f"{rule.code} ({text.level}): {text.title}", "", text.means, *chance, *rest])
 
@@ -443,14 +444,17 @@ def _out_of_scale(facts: ModelFacts) -> str | None:
     return f"the output is far larger or smaller than the input: {listing(found, limit=3)}" if found else None
 
 
+def stale(signal: Signal) -> bool:
+    """Whether a norm's running statistics are not those of the batch."""
+    values = prod(signal.shape) / max(1, signal.units)
+    least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
+    return signal.train_eval_gap is not None and signal.train_eval_gap > least
+
+
 @rule("G410", ADVICE)
 def _stale(facts: ModelFacts) -> str | None:
-    found = []
-    for signal in facts.signals:
-        values = prod(signal.shape) / max(1, signal.units)
-        least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
-        if signal.train_eval_gap is not None and signal.train_eval_gap > least:
-            found.append(f"{signal.path or 'the model'} ({signal.train_eval_gap:.2g} standard deviations)")
+    gaps = [(signal, signal.train_eval_gap) for signal in facts.signals if stale(signal)]
+    found = [f"{signal.path or 'the model'} ({gap:.2g} standard deviations)" for signal, gap in gaps]
     if not found:
         return None
     return f"the output differs from that in training mode on this batch: {listing(found, limit=3)}"
@@ -458,11 +462,11 @@ def _stale(facts: ModelFacts) -> str | None:
 
 @rule("G411", ADVICE)
 def _forgotten(facts: ModelFacts) -> str | None:
-    norms = [norm for norm in facts.norms if norm.has_statistics and _trained_without_statistics(norm.module)]
+    norms = [norm for norm in facts.norms if norm.has_statistics and trained_without_statistics(norm.module)]
     return f"running statistics are at their initial values: {_listed(norms)}" if norms else None
 
 
-def _trained_without_statistics(norm: nn.Module) -> bool:
+def trained_without_statistics(norm: nn.Module) -> bool:
     """Whether the statistics are those of the start, and both gains and shifts have been trained.
 
     Initialisations draw gains (DCGAN: N(1, 0.02)), but leave shifts alike.

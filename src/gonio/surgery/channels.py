@@ -1,0 +1,259 @@
+"""Who reads each output channel of a layer, and what is done to the channel in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from gonio.surgery.facts import ACTIVATIONS, HOMOGENEOUS, TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
+from gonio.surgery.fold import affine_map
+from gonio.surgery.graph import (
+    POOLING_FUNCTIONS,
+    Graph,
+    averages_positions,
+    called_function,
+    flattens_from_dim_1,
+)
+
+_NOTHING = ("contiguous", "dropout")  # functions that do nothing in evaluation mode
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What is done in evaluation mode to each channel alone.
+
+    Attributes:
+        function: maps the constant of each channel, (channels,) in float64.
+        homogeneous: whether f(c·x) = c·f(x) for c > 0; `linear`: for every c, and sums too.
+        alike: whether it is the same function for every channel.
+        keeps_constants: whether a constant channel stays constant: not where an average is over padding, too.
+        norm: the batch norm, of which this is the affine map `scale`·x + `shift` per channel.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    homogeneous: bool = False
+    linear: bool = False
+    alike: bool = True
+    keeps_constants: bool = True
+    norm: nn.Module | None = None
+    scale: Tensor = field(default_factory=lambda: torch.ones(()))
+    shift: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether it scales and shifts each channel by numbers of its own."""
+        return self.norm is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """How a later layer reads the channels: after these operations, each as so many features."""
+
+    path: str
+    module: nn.Module
+    per_channel: int
+    operations: tuple[Operation, ...]
+
+
+@dataclass(eq=False)
+class OutputChannels:
+    """The output channels of a weighted layer; `why` says why not all of their readers are known, if so."""
+
+    path: str
+    module: nn.Module
+    readings: list[Reading] = field(default_factory=list)
+    why: str = ""
+
+    def stop(self, why: str) -> None:
+        """Something else reads the channels; the first reason stays."""
+        self.why = self.why or why
+
+
+def output_channels(graph: Graph) -> dict[str, OutputChannels]:
+    """The output channels of every weighted layer of a traced model by path, in the order of execution.
+
+    Batch norms with running statistics, activations, dropout, pooling, means over positions and flattening are passed:
+    they act on each channel alone in evaluation mode. Everything else (a sum, another norm, the model's output) reads
+    the channels in a way that is not followed.
+
+    Example:
+        >>> from gonio.surgery.graph import trace
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        >>> found = output_channels(trace(model, training=False))
+        >>> [reading.path for reading in found["0"].readings], found["2"].why
+        (['2'], "it is the model's output")
+    """
+    reader = _ChannelReader(graph)
+    for node in graph.nodes:
+        reader.read(node)
+    for channels in reader.found.values():
+        if not channels.readings:
+            channels.stop("no layer reads its output")
+    return reader.found
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """The tensor of a node: whose channels it holds, after which operations, and where they are.
+
+    `axis` is "channels" (dim 1, before `spatial` further dims), "features" (the last dim) or "flat" (dim 1 after
+    flattening channels and positions, so that each channel is a run of features).
+    """
+
+    source: OutputChannels
+    count: int
+    axis: str
+    spatial: int = 0
+    operations: tuple[Operation, ...] = ()
+
+
+class _ChannelReader:
+    """Reads the nodes in order and follows the channels of each weighted layer."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.flow: dict[fx.Node, _Flow] = {}
+        self.found: dict[str, OutputChannels] = {}
+
+    def read(self, node: fx.Node) -> None:
+        module = self.graph.called(node)
+        flows = [self.flow[source] for source in node.all_input_nodes if source in self.flow]
+        if isinstance(module, WEIGHTED):
+            self._read_weighted(node, module, flows)
+            return
+        alone = len(flows) == len(node.all_input_nodes) == 1
+        after = self._after(node, module, flows[0]) if alone else None
+        if after is not None:
+            self.flow[node] = after
+            return
+        name = type(module).__name__ if module is not None else called_function(node) or node.name
+        why = "it is the model's output" if node.op == "output" else f"{name} ({node.name}) reads its output"
+        for flow in flows:
+            flow.source.stop(why)
+
+    def _read_weighted(self, node: fx.Node, module: nn.Module, flows: list[_Flow]) -> None:
+        path = str(node.target)
+        refusal = self.graph.why_pinned(path, module)
+        if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
+            refusal = f"{path} is a {type(module).__name__}"
+        linear = isinstance(module, nn.Linear)
+        for flow in flows:
+            read = 0 if refusal else int(module.in_features if linear else module.in_channels)  # type: ignore[arg-type]
+            per_channel = read // flow.count if flow.axis == "flat" else 1
+            axes = ("features", "flat") if linear else ("channels",)
+            if refusal:
+                flow.source.stop(refusal)
+            elif flow.axis in axes and flow.count * per_channel == read:
+                flow.source.readings.append(Reading(path, module, per_channel, flow.operations))
+            else:
+                flow.source.stop(f"{path} does not read its channels one by one")
+        own = self.found.setdefault(path, OutputChannels(path, module, why=refusal))
+        if not refusal:
+            count: Any = module.out_features if linear else module.out_channels
+            spatial = 0 if linear else len(module.kernel_size)  # type: ignore[arg-type]
+            self.flow[node] = _Flow(own, count, "features" if linear else "channels", spatial)
+
+    def _after(self, node: fx.Node, module: nn.Module | None, flow: _Flow) -> _Flow | None:
+        """The flow after an operation that acts on each channel alone; None for any other."""
+        called, facts = called_function(node), self.graph.facts(node)
+        if isinstance(module, TORCH_NORMS[0]):
+            return self._after_norm(node, module, flow)
+        if module is not None and (each := _on_entries(module)) is not None:
+            return _then(flow, each)
+        if called.removesuffix("_") in (*ACTIVATIONS, *_NOTHING):
+            return _then(flow, _of_function(node, called))
+        if flattens_from_dim_1(node, module, called):
+            return _Flow(flow.source, flow.count, "flat" if flow.axis == "channels" else flow.axis, 0, flow.operations)
+        if flow.axis != "channels":
+            return None
+        if (facts.homogeneous and facts.acts_on == "channels") or called in POOLING_FUNCTIONS:
+            mean = bool(facts.linear) or "avg" in called
+            keeps = not mean or called.startswith("adaptive") or not _pads(node, module)
+            return _then(flow, Operation(_same, homogeneous=True, linear=mean, keeps_constants=keeps))
+        if called == "mean" and averages_positions(node, flow.spatial):
+            after = _then(flow, Operation(_same, homogeneous=True, linear=True))
+            keepdim = node.kwargs.get("keepdim")
+            return after if keepdim else _Flow(flow.source, flow.count, "features", 0, after.operations)
+        return None
+
+    def _after_norm(self, node: fx.Node, module: nn.Module, flow: _Flow) -> _Flow | None:
+        why_not, dims = self.graph.facts(node).why_not_affine, self.graph.dims_of(node)
+        if why_not is None or why_not(module) is not None or self.graph.why_pinned(str(node.target), module):
+            return None
+        if flow.axis == "flat" or dims is None or (flow.axis == "features" and dims > 2):
+            return None  # the channels of the norm are not those of the layer
+        scale, shift = (value.detach().cpu() for value in affine_map(module))
+        made = Operation(lambda k: scale * k + shift, norm=module, scale=scale, shift=shift)
+        after = _then(flow, made)
+        for part in tail_of(module):
+            each = _on_entries(part)
+            if each is None:
+                return None
+            after = _then(after, each)
+        return after
+
+
+def _then(flow: _Flow, operation: Operation) -> _Flow:
+    return _Flow(flow.source, flow.count, flow.axis, flow.spatial, (*flow.operations, operation))
+
+
+def _same(constants: Tensor) -> Tensor:
+    return constants
+
+
+def _on_entries(module: nn.Module) -> Operation | None:
+    """The operation of a layer that acts on each entry alone; None for any other."""
+    facts = facts_of(module)
+    if facts.acts_on != "entries" and not facts.activation:
+        return None
+    own = [p for p in module.parameters() if p.numel() > 1]
+    return Operation(
+        partial(_run, module), homogeneous=bool(facts.homogeneous), linear=bool(facts.linear), alike=not own
+    )
+
+
+def _run(module: nn.Module, constants: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = copy.deepcopy(module).cpu().double().eval()(constants.clone().view(1, -1))
+    return found.view(-1)
+
+
+def _of_function(node: fx.Node, called: str) -> Operation:
+    """The operation of a call of an activation, of dropout or of a function that does nothing."""
+    name = called.removesuffix("_")
+    if name == "contiguous":
+        return Operation(_same, homogeneous=True, linear=True)
+    if name == "dropout":
+        given: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+        drops = given is not False
+        return Operation(_same, homogeneous=True, linear=True, alike=not drops, keeps_constants=not drops)
+    return Operation(partial(_call, node), homogeneous=name in HOMOGENEOUS)
+
+
+def _call(node: fx.Node, constants: Tensor) -> Tensor:
+    rest: Any = node.args[1:]
+    options: Any = dict(node.kwargs)
+    x = constants.clone()
+    if "input" in options:
+        options["input"] = x
+        found: Tensor = node.target(**options)  # type: ignore[operator]
+        return found
+    if node.op == "call_method":
+        method: Tensor = getattr(x, str(node.target))(*rest, **options)
+        return method
+    made: Tensor = node.target(x, *rest, **options)  # type: ignore[operator]
+    return made
+
+
+def _pads(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether a pooling reads zeros around its input, or may do so."""
+    padding = getattr(module, "padding", 0) if module is not None else None
+    if padding is None:
+        return len(node.args) > 3 or "padding" in node.kwargs
+    return any(padding) if isinstance(padding, (tuple, list)) else bool(padding)
