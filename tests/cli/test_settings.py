@@ -91,6 +91,7 @@ def test_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ('source = "net.py:make"', "[measure] source names code, which only the command line can name"),
         ('html = "page.html"', "[measure] html is a file to write, which only the command line can name"),
         ('config = "b.toml"', "[measure] config is no option of gonio measure"),
+        ('journal = "a.jsonl"', "[measure] journal is a file to write, which only the command line can name"),
         ("seed = {a = 1}", "[measure] seed must be text, a number, true, false or a list of them"),
     ],
 )

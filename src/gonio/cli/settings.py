@@ -21,7 +21,7 @@ COMMANDS = ("measure", "compare", "reproduce", "cost")
 SHOW = "--show-settings"
 EPILOG = f"{SHOW} shows every setting and where it comes from, and stops. The table [NAME] of gonio.toml sets options."
 MOST_BYTES = 1 << 20
-_WRITTEN = ("html", "json", "csv", "md", "tex", "output")
+_WRITTEN = ("html", "json", "csv", "md", "tex", "output", "journal")
 _CODE = re.compile(r"\.py(?::|$)")
 
 
