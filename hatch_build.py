@@ -15,6 +15,7 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)\s]+)\)")
+PICTURE = re.compile(r'(<(?:img|source)\b[^>]*?\b(?:src|srcset)=")(?![a-z]+:)([^"\s]+)"')
 VERSION = re.compile(r'^__version__ = "([^"]+)"', flags=re.M)
 
 
@@ -25,7 +26,8 @@ def absolute(text: str, repository: str, tag: str) -> str:
         image, words, target = found.groups()
         return f"{image}[{words}]({repository}/{'raw' if image else 'blob'}/{tag}/{target})"
 
-    return LINK.sub(address, text)
+    text = LINK.sub(address, text)
+    return PICTURE.sub(lambda found: f'{found[1]}{repository}/raw/{tag}/{found[2]}"', text)
 
 
 def urls(repository: str, tag: str) -> dict[str, str]:

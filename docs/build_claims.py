@@ -41,10 +41,7 @@ HEAD = "<!-- Written by docs/build_claims.py from benchmarks/results/claims; do 
 METHODS = (
     ("gain of the initialisation", "gain-tanh", None),
     ("soft orthogonality", "orthogonality-spread", "orthogonality, add_grads_"),
-    ("self-orthogonality", "som-spread", "self-orthogonality"),
-    ("spectral norm", "spectral-lipschitz", "spectral norm"),
     ("weight norm", "weight-norm-grows", "weight norm"),
-    ("scale-shift-invariant decay", "log-is-not-fooled", "scale shift, add_grads_"),
     ("`balance_`", "int8-balance", None),
     ("group norm at batch size 2", "bn-batch-2", None),
 )

@@ -63,6 +63,7 @@ CHINESE = Language(
     words={
         **committed.CHINESE,
         "points": "个百分点",
+        "within": "不超过",
         "degrees": "度",
         "decades": "个数量级",
         "octaves": "个倍频程",
@@ -97,10 +98,7 @@ TOPICS = {
 README_METHODS = {
     "gain-tanh": "初始化的增益",
     "orthogonality-spread": "软正交",
-    "som-spread": "自正交",
-    "spectral-lipschitz": "谱归一化",
     "weight-norm-grows": "权重归一化",
-    "log-is-not-fooled": "尺度偏移不变正则",
     "int8-balance": "`balance_`",
     "bn-batch-2": "批大小为 2 时的组归一化",
 }

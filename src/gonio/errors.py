@@ -85,10 +85,10 @@ class InvalidArgumentError(GonioError, ValueError):
 class UnknownNameError(GonioError, KeyError):
     """A name is not among the known names of its kind."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, do: str = "") -> None:
         known = sorted(known)
         near = closest(name, known)
-        hint = f"Did you mean {listing(near)}?" if near else f"Known: {listing(known, limit=40)}."
+        hint = do or (f"Did you mean {listing(near)}?" if near else f"Known: {listing(known, limit=40)}.")
         self.message = f"there is no {kind} named {name!r}. {hint}"
         super().__init__(self.message)
 

@@ -208,3 +208,12 @@ def test_a_limit_on_the_size_of_files_keeps_the_old_one(plain: nn.Module, suffix
     assert f"out{suffix} could not be written" in ended.stderr
     assert target.read_bytes() == b"old"
     assert not list(Path().glob(".out*"))
+
+
+def test_a_parametrized_checkpoint_without_its_recipe_says_what_it_holds(plain: nn.Module) -> None:
+    gonio.parametrize_(plain, gonio.parametrizations.WeightStandardization())
+    torch.save(plain.state_dict(), "ws.pt")
+    result = invoke("fold", "ws.pt", *MODEL, "-o", "out.pt")
+    assert result.exit_code == 3
+    assert "Its weights are parametrized (WeightStandardization): pass --recipe, or a factory" in result.stderr
+    assert not Path("out.pt").exists()

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from cli.shell import COMMAND, invoke
-from gonio import models
+from gonio import measuring, models
 from gonio.cli.explain import Listed
 from gonio.lab import tasks
 from gonio.recipes import built_in_names
@@ -52,3 +52,16 @@ def test_a_command_is_completed() -> None:
     result = subprocess.run(COMMAND, env={**os.environ, **words}, capture_output=True, text=True, check=False)
     assert result.stdout.split() == ["measure"]
     assert "--install-completion" in invoke("--help").stdout
+
+
+@pytest.mark.parametrize("title", ["form", "intr.", "intr", "kept", "signs", "largest", "rank 99%", "gain", "rotation"])
+def test_columns_of_every_table_are_explained(title: str) -> None:
+    result = invoke("explain", title)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith(title.rstrip("."))
+    assert result.stdout.rstrip("\n") == measuring.explain(title)
+
+
+def test_rules_are_listed_in_order_and_models_in_plain_words() -> None:
+    assert names("rules") == sorted(names("rules"))
+    assert ":class:" not in invoke("list", "models").stdout

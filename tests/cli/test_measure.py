@@ -244,3 +244,24 @@ def test_a_checkpoint_of_a_recipe_is_measured_with_its_parametrizations(folder: 
     result = invoke("measure", "normed.pt", "--model", "digits-cnn", "--json", "-")
     assert result.exit_code == 0, result.stderr
     assert "fc1" in {tensor["path"] for tensor in json.loads(result.stdout)["tensors"]}
+
+
+def test_a_model_of_a_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hub" / "models--org--tiny"
+    snapshot = folder / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0a1b\n")
+    (folder / "blobs").mkdir()
+    save_file({"w": torch.ones(3, 4)}, folder / "blobs" / "abc")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for command in ("measure", "check"):
+        result = invoke(command, "org/tiny", *(["--fail-on", "error"] if command == "check" else []))
+        assert result.exit_code == 0, result.stderr
+        assert f"org/tiny: the copy in the cache of this machine, {snapshot}" in result.stderr
+        assert "1 tensor" in result.stdout
+    assert "Nothing is downloaded" in invoke("measure", "org/other").stderr
+    (folder / "refs" / "main").write_text("../../..")
+    assert "Nothing is downloaded" in invoke("measure", "org/tiny").stderr

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from types import ModuleType
 
 import pytest
 
 pytest.importorskip("sklearn")
 
-from benchmarks import gains, self_orthogonality_strengths
+from benchmarks import gains, other_tools, self_orthogonality_strengths
 
 
 @pytest.mark.parametrize("module", [gains, self_orthogonality_strengths], ids=lambda m: m.__name__)
@@ -18,14 +20,39 @@ def test_the_table_is_that_of_the_results(module: ModuleType) -> None:
     assert module.with_table(page) == page
 
 
+def test_the_table_beside_other_tools_is_that_of_the_results() -> None:
+    for page, words in other_tools.PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        assert all(text.count(mark) == 1 for mark in other_tools.MARKS)
+        assert other_tools.with_table(text, words) == text
+        assert other_tools.with_table(text.replace("gonio 0.1.0 |", "gonio 9 |"), words) == text
+
+
+def test_gonio_warns_of_the_planted_faults_as_the_table_says() -> None:
+    row = json.loads(other_tools.RESULTS.read_text(encoding="utf-8"))["tools"]["gonio"]
+    healthy, _ = other_tools.by_gonio(other_tools.network())
+    warned = {name: other_tools.by_gonio(other_tools.network(plant))[0] != healthy for name, plant in
+              other_tools.FAULTS.items()}  # fmt: skip
+    assert warned == {name: row[name] == "warns" for name in other_tools.FAULTS}
+    assert row["training"] == other_tools.tracked()
+    assert row["file"] == other_tools.reads_a_file(other_tools.by_gonio)
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_a_readme_has_at_most_110_lines(name: str) -> None:
+    text = (other_tools.ROOT / name).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    pictures = re.findall(r'\b(?:src|srcset)="([^"]+)"', text)
+    assert len(pictures) == 2
+    assert all((other_tools.ROOT / picture).is_file() for picture in pictures)
+
+
 def test_a_changed_result_makes_the_page_stale() -> None:
     page = gains.PAGE.read_text(encoding="utf-8")
     assert gains.with_table(page.replace("| tanh | small, 1 | ≈ ", "| tanh | small, 1 | ≈ 1")) == page
 
 
 def test_the_default_gain_of_init_is_the_one_that_trains_best_in_deep_tanh_networks() -> None:
-    import json
-
     cells = json.loads(gains.RESULT.read_text(encoding="utf-8"))["cells"]
     for name in ("tanh", "hardtanh"):
         for depth in (20, 50, 100):

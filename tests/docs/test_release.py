@@ -49,7 +49,9 @@ def test_the_published_readme_has_absolute_links(hook: ModuleType, monkeypatch: 
     targets = re.findall(r"\]\(([^)\s]+)\)", made["readme"]["text"])
     assert len(targets) > 10
     assert all(target.startswith(("https://", "http://", "#")) for target in targets)
-    assert f"({PLACE}/raw/v" in made["readme"]["text"]
+    pictures = re.findall(r'\b(?:src|srcset)="([^"]+)"', made["readme"]["text"])
+    assert len(pictures) == 2
+    assert all(picture.startswith(f"{PLACE}/raw/v") for picture in pictures)
     assert f"({PLACE}/blob/v" in made["readme"]["text"]
     assert made["urls"]["Repository"] == PLACE
 
@@ -69,6 +71,13 @@ def test_which_links_are_made_absolute(hook: ModuleType) -> None:
     assert (
         found
         == "[a](P/blob/v1/b.md#c) ![d](P/raw/v1/e.svg) [f](https://g.org) [h](#i) [j [k]](P/blob/v1/l) [m](mailto:n)"
+    )
+    picture = (
+        '<picture><source media="x" srcset="a.png"><img src="b.png" alt="c"></picture> <img src="https://d.org/e.png">'
+    )
+    assert hook.absolute(picture, PLACE, "v1").replace(PLACE, "P") == (
+        '<picture><source media="x" srcset="P/raw/v1/a.png"><img src="P/raw/v1/b.png" alt="c"></picture> '
+        '<img src="https://d.org/e.png">'
     )
 
 

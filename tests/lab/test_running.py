@@ -445,6 +445,17 @@ def test_bar_prints_failures_as_they_are() -> None:
     assert "2/2" in stream.getvalue()
 
 
+def test_bar_shows_its_counts_beside_a_long_claim() -> None:
+    stream = io.StringIO()
+    bar = Bar(Console(file=stream, force_terminal=True, width=100))
+    bar.start(total=2, done=1)
+    bar.stage("trying: " + "moving scale between neurons costs accuracy in int8, and moving it back regains it " * 2)
+    bar.stop()
+    last = [line for line in stream.getvalue().splitlines() if "trying" in line][-1]
+    assert "1/2" in last
+    assert "-:--:--" in last
+
+
 def test_bar_only_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -259,3 +259,22 @@ def test_a_rotation_that_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path)
     assert found["v"].reason == "only after"
     ragged = {"q.oft_R.weight": torch.ones(2, 5)}  # 5 entries are no triangle
     assert "no triangles of rotations" in measure(ragged)["q.base_and_oft"].reason
+
+
+def test_a_trained_adapter_that_has_learned_one_direction_is_no_finding(tmp_path: Path) -> None:
+    """Few directions are what an adapter is for; the same product as a weight of a model is one, and so is NaN."""
+    random = torch.Generator().manual_seed(0)
+    a, b = torch.randn(8, 128, generator=random), 0.05 * torch.randn(128, 8, generator=random)
+    b[:, 0] += torch.randn(128, generator=random)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    def codes(factor: Tensor) -> set[str]:
+        state = {"base_model.model.q.lora_A.weight": a, "base_model.model.q.lora_B.weight": factor}
+        save_file(state, tmp_path / "adapter_model.safetensors")
+        return {finding.code for finding in measure(tmp_path).findings}
+
+    assert codes(b) == set()
+    assert {finding.code for finding in measure({"q.weight": 2 * b @ a}).findings} >= {"G201", "G202", "G301"}
+    assert codes(torch.where(torch.arange(128)[:, None] < 5, torch.nan, b)) == {"G001"}
+    assert codes(torch.where(torch.arange(128)[:, None] < 5, 0.0, b)) == {"G102"}

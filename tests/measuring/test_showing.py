@@ -85,6 +85,20 @@ def test_the_page_is_one_file_with_every_figure() -> None:
     assert "<html" not in found._repr_html_()
 
 
+def test_two_parts_in_one_document_share_no_id() -> None:
+    broken = model()
+    with torch.no_grad():
+        broken[0].weight[:2] = 0
+    parts = [Page(measure(broken)._repr_html_()) for _ in range(2)]
+    ids = [set(part.values("id")) for part in parts]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for part, own in zip(parts, ids, strict=True):
+        linked = [value[1:] for value in part.values("href") if value.startswith("#")]
+        assert linked
+        assert set(linked) <= own
+
+
 def test_the_data_is_versioned_strict_and_complete() -> None:
     made = model()
     with torch.no_grad():

@@ -69,7 +69,7 @@ def test_wrong_names_say_what_is_there(user_file: Path, spec: str, error: type[E
 
 
 def test_factory_must_return_a_module(user_file: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="must build a model; found a int"):
+    with pytest.raises(InvalidArgumentError, match=r"must build a model; found that no_model\(\) returned an int"):
         resolve(f"{user_file}:no_model")()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from lab.showing.samples import effect, run
 from lab.showing.test_page import PAYLOADS
 
 HOSTILE = " ".join(PAYLOADS)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def points(data: str) -> list[list[tuple[float, float]]]:
@@ -272,3 +274,16 @@ def test_a_long_path_is_whole() -> None:
     (curve,) = Page(f"<p>{svg(many, width=300)}</p>").values("data-curve")
     assert json.loads(curve)["series"]["<a>"] == list(line.ys)
     assert "more characters" in str(svg(Picture("t" * 30_000, Axis(0, 1), Axis(0, 1), ()), width=9))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "claims" / "images").glob("*.svg")), ids=lambda path: path.stem
+)
+def test_a_picture_of_a_claim_has_colours_for_dark_pages(path: Path) -> None:
+    """Each colour that is dark on a light page has another one where the page is dark."""
+    text = path.read_text(encoding="utf-8")
+    sheet = re.search(r"@media \(prefers-color-scheme: dark\)\{(.*?)\}</style>", text, flags=re.DOTALL)
+    assert sheet is not None
+    changed = set(re.findall(r'\[(fill|stroke)="(#[0-9a-f]{6})"\]', sheet[1]))
+    used = set(re.findall(r' (fill|stroke)="(#[0-9a-f]{6})"', text.replace(sheet[0], "")))
+    assert used <= changed

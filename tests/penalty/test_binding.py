@@ -13,6 +13,7 @@ from torch import nn
 
 import gonio
 from gonio import Penalty
+from gonio import parametrizations as P
 from gonio import regularizers as R
 from gonio.editing.where import Where
 from gonio.errors import InvalidArgumentError, NoMatchError
@@ -115,6 +116,33 @@ def test_weights_that_start_at_zero_are_left_out_of_the_logarithm() -> None:
     assert tensors(penalty) == ["3.weight"]
     assert "skipped: is zero at the start" in str(penalty)
     assert "5.weight" in tensors(Penalty(model, [(None, R.L2(1.0))]))
+
+
+@pytest.mark.parametrize(
+    ("parametrization", "regularizer", "refused"),
+    [
+        (P.WeightStandardization(), R.Orthogonality(1e-2), True),
+        (P.WeightStandardization(), R.Orthogonality(1e-2, filters="unit"), False),
+        (P.WeightStandardization(), R.Orthogonality(1e-2, diagonal=False), False),
+        (P.WeightStandardization(), R.L2(1e-2), False),
+        (P.WeightNorm(), R.Orthogonality(1e-2), False),
+        (P.Sphere(), R.Orthogonality(1e-2), False),
+        (P.SpectralNorm(), R.Orthogonality(1e-2), False),
+    ],
+    ids=str,
+)
+def test_a_term_on_norms_that_a_parametrization_fixes_is_refused(
+    parametrization: P.Parametrization, regularizer: R.WeightRegularizer, refused: bool
+) -> None:
+    torch.manual_seed(0)
+    model = network()
+    gonio.parametrize_(model, parametrization, where="3")
+    if refused:
+        match = r'norms of 7\.28 in 3\.weight, which its parametrization fixes\. Pass filters="unit"'
+        with pytest.raises(InvalidArgumentError, match=match):
+            Penalty(model, [("3", regularizer)])
+    else:
+        assert Penalty(model, [("3", regularizer)])().isfinite()
 
 
 def test_tied_tensors_count_once() -> None:

@@ -6,6 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,33 @@ def test_heads_that_no_module_knows_are_asked_for() -> None:
     asked = gonio.param_groups(model, matrices=True, heads={"*.qkv": 4})
     assert asked.matrices == {"a.qkv.weight": "6 matrices 4×8"}
     assert asked[0]["blocks"] == [Blocks(rows=(4,)).code]
+
+
+class Split(nn.Module):
+    """Queries, keys and values by layers of their own; the configuration has the number of heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=heads)
+        self.q_proj, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.q_proj(x))
+
+
+def test_heads_that_only_the_configuration_states_are_noted() -> None:
+    said = "the model has 4 attention heads, and the weights that compute them are whole: pass heads="
+    assert said in str(gonio.param_groups(Split(4), matrices=True))
+    assert said not in str(gonio.param_groups(Split(1), matrices=True))
+    assert said not in str(gonio.param_groups(Split(4), matrices=True, heads={"q_proj": 2}))
+
+
+def test_the_representation_has_no_tensors() -> None:
+    model = nn.Linear(64, 64)
+    assert repr(gonio.param_groups(nn.Sequential(model, nn.ReLU(), nn.Linear(64, 2)), matrices=True)) == (
+        "<MatrixGroups: 1 matrix, 3 other parameters>"
+    )
+    assert repr(gonio.param_groups(model, 0.1)) == "<ParamGroups: weight decay 0.1 on 1 tensor, not on 1>"
 
 
 def test_packed_projections_of_torchs_attention() -> None:

@@ -5,8 +5,9 @@ alone takes a second to import. The top of a file imports typer and light module
 imports of what it runs.
 """
 
-from gonio.cli import check, compare, doctor, explain, measure, recipe, report, reproduce
+from gonio.cli import check, compare, cost, doctor, explain, measure, recipe, report, reproduce
 from gonio.cli.app import app, main
+from gonio.cli.settings import COMMANDS, EPILOG
 
 __all__ = ["app", "main"]
 
@@ -20,8 +21,9 @@ for _name, _command in (
     ("apply", recipe.apply),
     ("fold", recipe.fold),
     ("compare", compare.compare),
+    ("cost", cost.cost),
     ("reproduce", reproduce.reproduce),
     ("report", report.report),
     ("status", report.status),
 ):
-    app.command(_name)(_command)
+    app.command(_name, epilog=EPILOG if _name in COMMANDS else None)(_command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,7 +21,15 @@ import typer
 from typer.core import TyperGroup
 
 import gonio
-from gonio.errors import GonioError, Interrupted, InvalidArgumentError, PlanChangedError, UnknownNameError
+from gonio.cli import settings
+from gonio.errors import (
+    GonioError,
+    Interrupted,
+    InvalidArgumentError,
+    PlanChangedError,
+    UnknownNameError,
+    closest,
+)
 from gonio.escaping import plain, printed, write_text
 
 if TYPE_CHECKING:
@@ -134,6 +143,7 @@ class Commands(TyperGroup):
         """Run the command."""
         try:
             with _sigterm_raises():
+                self._set_defaults(ctx)
                 return super().invoke(ctx)
         except BrokenPipeError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
@@ -150,16 +160,65 @@ class Commands(TyperGroup):
             raise typer.Exit(ExitCode.INTERRUPTED) from error
         except Exception as error:
             if type(error).__module__.startswith(("typer.", "click.")):
+                _in_plain_words(error)
                 raise
             print_err(traceback.format_exc())
             print_err("gonio: this is a defect of gonio; please report it with the lines above")
             raise typer.Exit(ExitCode.DEFECT) from error
+
+    def _set_defaults(self, ctx: Any) -> None:
+        """Take the options that a file sets as defaults; with `--show-settings` show all settings and exit."""
+        words = [*(getattr(ctx, "_protected_args", None) or ()), *ctx.args]
+        if not words or words[0] not in settings.COMMANDS:
+            return
+        name, command = words[0], self.commands[words[0]]
+        if {"-h", "--help"} & {*words}:
+            return
+        options = {max(p.opts, key=len).lstrip("-"): p.name for p in command.params if p.name != "help"}
+        path = settings.named_file(words)
+        found = settings.defaults(path, name, options)
+        ctx.default_map = {name: found}
+        if settings.SHOW in words:
+            given = [word for word in words[1:] if word != settings.SHOW]
+            inner = command.make_context(name, given, parent=ctx)
+            rows = [(option, inner.params.get(each), _origin(inner, each, path)) for option, each in options.items()]
+            print_out(settings.shown(rows, path))
+            raise typer.Exit
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands with their whole summaries; click would cut them."""
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
+
+
+_WORDS = {
+    r"^Value error, ": "",
+    r"Input should be greater than or equal to (\S+)": r"it must be \1 or more",
+    r"Input should be less than or equal to (\S+)": r"it must be at most \1",
+    r"Input should be a valid integer.*": "it must be a whole number",
+    r"Input should be a valid number.*": "it must be a number",
+}
+
+
+def _in_plain_words(error: Any) -> None:
+    """The message of an option's value without the words of its validator, and with the nearest choice."""
+    text = getattr(error, "message", None)
+    if not isinstance(text, str):
+        return
+    for pattern, words in _WORDS.items():
+        text = re.sub(pattern, words, text)
+    if found := re.search(r"^'([^']*)' is not one of (.*)\.$", text):
+        near = closest(found[1], re.findall(r"'([^']*)'", found[2]), count=1)
+        text += f" Did you mean {near[0]!r}?" if near else ""
+    error.message = text
+
+
+def _origin(context: Any, parameter: str, path: Path | None) -> str:
+    """Where the value of a parameter comes from."""
+    source = context.get_parameter_source(parameter)
+    names = {"COMMANDLINE": "command line", "DEFAULT_MAP": path.name if path else ""}
+    return names.get(source.name, "default") if source is not None else "default"
 
 
 def _exit_code(error: GonioError | OSError) -> ExitCode:
@@ -183,7 +242,8 @@ def _plan_changes(error: PlanChangedError) -> str:
     rows = [("setting", "study", "command"), *((key, old[:60], new[:60]) for key, old, new in error.changes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    do = "Repeat the study's settings to resume it, or choose another folder; only seeds and recipes can be added."
+    do = "Repeat the study's settings to resume it, or choose another folder (-o NEW); only seeds and recipes can be "
+    do += "added."
     return "\n  ".join(["the study has another plan:", *lines]) + f"\n{do}"
 
 

@@ -40,13 +40,14 @@ def check(
     tensors far from those of other layers. No code in a file runs.
     """
     from gonio import measuring
+    from gonio.cli.inputs import in_cache
 
     if len(paths) > 1 and (save_to or against):
         option = "--save" if save_to else "--against"
         raise InvalidArgumentError(f"{option} takes one checkpoint", f"{len(paths)} of them", "Check them one by one.")
     check_folders({"save": save_to, "json": json})
     results = []
-    for path in paths:
+    for path in [in_cache(path) or path for path in paths]:
         with progress("checking") as update:
             results.append(
                 measuring.check(

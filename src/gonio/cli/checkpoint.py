@@ -19,6 +19,7 @@ from gonio.cli.inputs import build_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.source import absent
 from gonio.measuring.reading.torch_files import state_of_torch
+from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
 
 _SUFFIXES = (".safetensors", ".pt", ".pth")
@@ -109,8 +110,12 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         found = _differs(model.state_dict(), checkpoint.state) or f"{error!s:.300}"
         do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
-        if any(".parametrizations." in name for name in checkpoint.state):
-            do = "Its weights are parametrized: pass their recipe, or a factory that parametrizes the model."
+        if not model.state_dict().keys() & checkpoint.state.keys():
+            do = "No name is in both: the checkpoint is of another architecture. Name its own model (file.py:factory)."
+        kinds = kinds_in(checkpoint.state)
+        if kinds or any(".parametrizations." in name for name in checkpoint.state):
+            named = f" ({listing(kinds)})" if kinds else ""
+            do = f"Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model."
         raise NotApplicableError(f"the checkpoint {checkpoint.path!r}", "", found, do) from error
 
 

@@ -1,18 +1,16 @@
-"""The configuration file of `gonio measure`: `gonio.toml`, or `[tool.gonio]` in `pyproject.toml`."""
+"""The findings that `gonio.toml`, or `[tool.gonio]` in `pyproject.toml`, suppresses."""
 
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
+from gonio.cli.settings import COMMANDS, OWN, SHARED, nearest, own_table, read
 from gonio.errors import ConfigError, GonioError, closest, listing
 from gonio.measuring import Suppression
 
-OWN, SHARED = "gonio.toml", "pyproject.toml"
-KEYS = ("ignore", "per-layer-ignores")
-MOST_BYTES = 1 << 20
+KEYS = ("ignore", "per-layer-ignores", *COMMANDS)
 
 
 def suppression(file: str | None, ignore: list[str]) -> Suppression | None:
@@ -22,7 +20,7 @@ def suppression(file: str | None, ignore: list[str]) -> Suppression | None:
         file: the configuration file; None: the nearest one, from the working directory upward.
         ignore: of `--ignore`: codes, each of them or several joined by commas.
     """
-    path = Path(file) if file is not None else _nearest(Path.cwd())
+    path = Path(file) if file is not None else nearest(Path.cwd())
     codes = [code for word in ignore for code in word.split(",") if code.strip()]
     Suppression(tuple(codes))  # an unknown code on the command line is reported before the file is read
     table = {} if path is None else _table(path)
@@ -34,45 +32,17 @@ def suppression(file: str | None, ignore: list[str]) -> Suppression | None:
     return Suppression((*table.get("ignore", ()), *codes), tuple(table.get("per-layer-ignores", {}).items()), origin)
 
 
-def _nearest(start: Path) -> Path | None:
-    """The nearest file upward: `gonio.toml`, or a `pyproject.toml` that has `[tool.gonio]`."""
-    start = start.resolve()
-    for folder in (start, *start.parents):
-        if (folder / OWN).is_file():
-            return folder / OWN
-        if (folder / SHARED).is_file() and _own_table(_read(folder / SHARED)) is not None:
-            return folder / SHARED
-    return None
-
-
 def _table(path: Path) -> dict[str, Any]:
     """The checked content."""
-    content: Any = _read(path)
+    content: Any = read(path)
     if path.name == SHARED:
-        content = _own_table(content)
+        content = own_table(content)
         if content is None:
             raise ConfigError(str(path), ["it has no table [tool.gonio]"])
     problems = _problems(content, where="[tool.gonio]" if path.name == SHARED else "the file")
     if problems:
         raise ConfigError(str(path), problems)
     return content
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if not path.is_file():
-            raise ConfigError(str(path), ["it is not a regular file" if path.exists() else "there is no such file"])
-        if path.stat().st_size > MOST_BYTES:
-            raise ConfigError(str(path), [f"it is larger than {MOST_BYTES // 1024} KiB"])
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(str(path), [f"it is not valid TOML: {error}"]) from error
-
-
-def _own_table(content: dict[str, Any]) -> Any:
-    """The table `[tool.gonio]` of a `pyproject.toml`; None if there is none."""
-    tools = content.get("tool")
-    return tools.get("gonio") if isinstance(tools, dict) else None
 
 
 def _problems(table: Any, *, where: str) -> list[str]:

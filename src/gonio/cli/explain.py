@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
@@ -53,7 +54,9 @@ def list_names(
         Listed.recipes: lambda: [(name, Recipe.load(name).description) for name in built_in_names()],
         Listed.tasks: lambda: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
         Listed.models: lambda: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
-        Listed.rules: lambda: [(rule.code, f"{rule.text.level:<5}  {rule.text.title}") for rule in RULES.values()],
+        Listed.rules: lambda: [
+            (code, f"{rule.text.level:<5}  {rule.text.title}") for code, rule in sorted(RULES.items())
+        ],
         Listed.columns: lambda: [(column.title, column.explanation) for column in COLUMNS],
         Listed.claims: lambda: [(claim.name, claim.claim) for claim in load_claims()],
     }
@@ -63,7 +66,8 @@ def list_names(
         rows = listed[shown]()
         width = max(len(name) for name, _ in rows)
         for name, text in rows:
-            print_out(f"{'' if kind else '  '}{name:<{width}}  {text.partition('. ')[0].splitlines()[0]}")
+            said = re.sub(r":\w+:`~?([^`]*)`", r"\1", text.partition(". ")[0].splitlines()[0])
+            print_out(f"{'' if kind else '  '}{name:<{width}}  {said}")
 
 
 def explain(
@@ -74,17 +78,15 @@ def explain(
 ) -> None:
     """Explain a finding or a column of `gonio measure`, or a claim; without a name, list the findings."""
     from gonio.lab.claims import claim_names, load_claim
+    from gonio.measuring.explaining import TABLES, explained_columns
     from gonio.measuring.findings.rules import RULES
     from gonio.measuring.findings.rules import explain as explain_rule
-    from gonio.measuring.showing.columns import COLUMNS
 
     if name is None:
         list_names(Listed.rules)
         return
     word = name.strip().lower()
-    columns = [c for c in COLUMNS if word in (c.title.lower(), getattr(c, "name", None))] or [
-        c for c in COLUMNS if len(c.title) > 2 and word.startswith(c.title.lower().rstrip("."))
-    ]
+    columns = explained_columns(word)
     if name.strip().upper() in RULES:
         print_out(explain_rule(name))
     elif word in claim_names():
@@ -92,10 +94,9 @@ def explain(
 
         print_out(claim_explanation(load_claim(word)))
     elif columns:
-        print_out("\n".join(f"{column.title}: {column.explanation}" for column in columns))
-    elif titles := [rule for rule in RULES.values() if word and word in rule.text.title.lower()]:
-        print_out("\n".join(f"{rule.code}: {rule.text.title}" for rule in titles))
+        print_out("\n".join(columns))
+    elif matching := [rule for rule in RULES.values() if word and word in rule.text.title.lower()]:
+        print_out("\n".join(f"{rule.code}: {rule.text.title}" for rule in matching))
     else:
-        raise UnknownNameError(
-            "rule, column or claim", name, [*RULES, *(column.title for column in COLUMNS), *claim_names()]
-        )
+        titles = {column.title for table in TABLES.values() for column in table}
+        raise UnknownNameError("rule, column or claim", name, [*RULES, *titles, *claim_names()])

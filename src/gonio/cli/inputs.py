@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from gonio.measuring.reading.torch_files import load_torch
 from gonio.models.by_name import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
-from gonio.surgery.equivalent import outputs
+from gonio.surgery.equivalent import misfit, outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 _SOURCE_SUFFIXES = (*KINDS, ".json")
@@ -61,8 +63,26 @@ def read_where(word: str | None) -> Selector:
         ) from error
 
 
+def in_cache(word: str) -> str | None:
+    """The folder of a model on a hub, `name` or `org/name`, in the cache of Hugging Face; None if it is not there."""
+    if Path(word).exists() or word in models.BUILT_IN or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", word):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{word.replace('/', '--')}"
+    named = folder / "refs" / "main"
+    if not named.is_file():
+        return None
+    commit = named.read_text(encoding="utf-8").strip()
+    found = folder / "snapshots" / commit
+    if not re.fullmatch(r"[0-9a-f]{1,64}", commit) or not found.is_dir():
+        return None
+    print_err(f"{word}: the copy in the cache of this machine, {found}")
+    return str(found)
+
+
 def read_source(word: str, *, seed: int, key: str | None = None) -> str | CheckpointPart | nn.Module:
     """The path of a checkpoint if the word is one or looks like one, otherwise a model, with a message."""
+    word = in_cache(word) or word
     path = Path(word)
     if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
         return word if key is None else CheckpointPart(word, key)
@@ -79,7 +99,7 @@ def read_batch(word: str, *, option: str) -> Any:
     path = Path(word)
     if path.suffix in _BATCH_SUFFIXES:
         return _batch_from_file(path)
-    sizes = word.split("x")
+    sizes = word.replace(",", "x").split("x")
     digits = all(size.isascii() and size.isdigit() and len(size) <= 10 and int(size) > 0 for size in sizes)
     if not digits or math.prod(map(int, sizes)) > _MOST_NUMBERS:
         takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
@@ -116,6 +136,7 @@ def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
     except GonioError:
         raise
     except Exception as error:  # whatever a user's model raises
-        found = (str(error).splitlines() or [type(error).__name__])[0]
-        do = "Give the sizes of the model's input."
+        found, do = misfit(model, batch)
+        found = found or (str(error).splitlines() or [type(error).__name__])[0]
+        do = do or "Give the sizes of the model's input."
         raise InvalidArgumentError(f"{option} must be an input that the model takes", found, do) from error

@@ -14,12 +14,10 @@ Checkpoint = Annotated[str, typer.Argument(help="State dict of the model (.safet
 Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.", metavar="MODEL")]
 Output = Annotated[str, typer.Option("-o", "--output", help="Output file (.safetensors, .pt, .pth).", metavar="OUT")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.", min=0, max=2**62, metavar="N")]
-Batch = Annotated[
-    str | None,
-    typer.Option(
-        help="An input of the model: a shape such as 2x3x224x224 for random numbers, or a file.", metavar="SHAPE|FILE"
-    ),
-]
+BATCH = typer.Option(
+    help="An input of the model: a shape such as 2x3x224x224 for random numbers, or a file.", metavar="SHAPE|FILE"
+)
+Batch = Annotated[str | None, BATCH]
 Html = Annotated[str | None, typer.Option(help="Write one self-contained page to FILE (- for stdout).", metavar="FILE")]
 Json = Annotated[str | None, typer.Option(help="Write everything as JSON.", metavar="FILE")]
 Csv = Annotated[str | None, typer.Option(help="Write one line per row as CSV.", metavar="FILE")]

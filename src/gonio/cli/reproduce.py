@@ -113,7 +113,10 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
     from gonio.lab.running.engines.local import Worker
 
     at_once, total = jobs or default_jobs(), 0.0
-    for claim in (claim for claim in claims if claim.budget != "none"):
+    for claim in claims:
+        if claim.budget == "none":
+            print_out(f"{claim.name}: not tried: {claim.not_tried}")
+            continue
         plan = plan_claim(claim, chosen)
         worker = Worker(run_seconds, plan)
         try:
@@ -125,8 +128,18 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
         seconds /= at_once
         total += seconds
         size = f"{len(plan.recipes)} arms × {len(plan.seeds)} seeds"
-        print_out(f"{claim.name}: {size}, task {plan.task}, about {seconds:.0f} s")
+        print_out(f"{claim.name}: {size}, task {plan.task}, about {seconds:.0f} s{_too_few(claim, len(plan.seeds))}")
     print_out(f"in all about {total / 60:.0f} min with {at_once} runs at a time")
+
+
+def _too_few(claim: Claim, seeds: int) -> str:
+    """A hint where no result of so many seeds could be clear after the correction for the claims of a family."""
+    from gonio.lab.claims import families
+    from gonio.lab.judging.statistics import enough
+
+    size = max([1, *(len(of) for of in families().values() if claim.name in of)])
+    least = enough(size)
+    return f"; {least} seeds or more can decide it" if seeds < least and claim.scope != "identity" else ""
 
 
 def _run(

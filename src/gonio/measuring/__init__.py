@@ -6,8 +6,9 @@ from gonio.measuring.changes.pair import TensorDifference
 from gonio.measuring.changes.several import Agreement, Changes, changes
 from gonio.measuring.checking.check import CheckpointContents, CheckResult, check, check_before_save
 from gonio.measuring.checking.scan import TensorCheck
+from gonio.measuring.explaining import explain
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.rules import Finding, Suppressed, explain
+from gonio.measuring.findings.rules import Finding, Suppressed
 from gonio.measuring.findings.suppression import Suppression
 from gonio.measuring.measure import measure
 from gonio.measuring.measurements import Measurements

@@ -16,12 +16,13 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, versions
-from gonio.measuring.figures.signals import measure_signals
+from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.source import Source, contents_of, name_of
+from gonio.surgery.equivalent import misfit
 
 
 @overload
@@ -170,7 +171,7 @@ def measure(
     if not isinstance(source, nn.Module) or training is None:
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=made_by)
     structure = structure_of(source)
-    signals, silent = ((), ()) if batch is None else measure_signals(source, batch)
+    signals, silent = ((), ()) if batch is None else _signals(source, batch)
     return Measurements(
         name,
         tuple(_annotated(tensor, structure) for tensor in tensors),
@@ -217,6 +218,17 @@ def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
     for name in extra_figures:
         if name not in EXTRA_FIGURES:
             raise UnknownNameError("figure", str(name), EXTRA_FIGURES)
+
+
+def _signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
+    """:func:`measure_signals`; where a layer got an input of another size, the error says so."""
+    try:
+        return measure_signals(model, batch)
+    except Exception as error:
+        found, do = misfit(model, batch)
+        if not found:
+            raise
+        raise InvalidArgumentError("measure(batch=) must be an input that the model takes", found, do) from error
 
 
 def _is_sizes(batch: object) -> bool:

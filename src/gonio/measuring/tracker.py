@@ -24,6 +24,7 @@ from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_t
 from gonio.measuring.findings.rules import Finding, findings_of
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.showing.live import SECONDS, LivePage, checked_page
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
@@ -70,6 +71,9 @@ class Tracker:
             stays in the memory of the CPU.
         figures: "all", or with an optimizer only those of the "training": without angles and spectra, a measurement is
             cheap enough for every step.
+        page: the path of a page (`.html`), with an optimizer: it is written anew while the network trains, at most
+            every 10 seconds and for at most 2 % of the time, and a browser loads it anew by itself. :meth:`undo_`
+            writes it a last time.
         copies: with an optimizer, "all" copies all measured weights for a measured step; "one" copies one weight, so
             that it needs the memory of one, and each measured step has the row of one layer in turn.
 
@@ -81,7 +85,7 @@ class Tracker:
 
     Raises:
         InvalidArgumentError: if `every` is not positive, or for an object that is not a logger or not an optimizer of
-            the model.
+            the model, and for a page that cannot be written.
         NoMatchError: if `where` selects no layer that has filters.
 
     Note:
@@ -118,10 +122,12 @@ class Tracker:
         also: Also = (),
         figures: Literal["all", "training"] = "all",
         copies: Literal["all", "one"] = "all",
+        page: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError("Tracker(every=) is a number of steps", repr(every), "Pass 1 or more.")
         _check_choices(figures, copies, also, optimizer)
+        self._live = None if page is None else LivePage(checked_page(page, optimizer))
         self._model, self._every, self._selector = model, every, as_selector(where)
         if not self._entries():
             found = [entry for entry in entries_of_model(model) if entry.layout is not None]
@@ -184,6 +190,8 @@ class Tracker:
         """Remove the hooks by which steps of the optimizer are measured; rows stay."""
         for end in self._ends:
             end()
+        if self._live is not None and _first() and any("rotation" in row for row in self.rows):
+            self._live.write(self._page(whole=True))
 
     @property
     def rotations(self) -> list[LayerRotation]:
@@ -202,12 +210,12 @@ class Tracker:
     def _repr_html_(self) -> str | None:
         return self._page(whole=False) if any("rotation" in row for row in self.rows) else None
 
-    def _page(self, *, whole: bool) -> str:
+    def _page(self, *, whole: bool, refresh: int = 0) -> str:
         if not any("rotation" in row for row in self.rows):
             do = "Pass optimizer=, and train for a measured step."
             raise InvalidArgumentError("Tracker.to_html() shows steps of an optimizer", "no row of one", do)
         found = [f"From step {step} on, {one.path}: {one.found} ({one.code}). {one.do}" for step, one in self.findings]
-        return training_page(self.rows, self.rotations, found, whole=whole)
+        return training_page(self.rows, self.rotations, found, whole=whole, refresh=refresh)
 
     def _before(self, optimizer: Optimizer) -> None:
         self._counts[id(optimizer)] += 1
@@ -233,6 +241,8 @@ class Tracker:
             self.rows += ({"step": step, "layer": layer, **row} for layer, row in found.items())
             for send in self._senders:
                 send(step, found)
+            if self._live is not None and any("rotation" in row for row in found.values()):
+                self._live.renew(partial(self._page, whole=True, refresh=SECONDS))
 
     def to_frame(self) -> Any:
         """The rows as a `pandas.DataFrame`.
@@ -312,7 +322,7 @@ def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:
         InvalidArgumentError: for any other object, and for an existing CSV file with other columns.
     """
     if isinstance(logger, (str, os.PathLike)):
-        return _to_csv(Path(logger), figures)
+        return _to_csv(_csv_path(Path(logger)), figures)
     if not isinstance(logger, logging.Logger):  # whose log() takes a level and a text
         for name, send in _METHODS.items():
             method = getattr(logger, name, None)
@@ -347,6 +357,17 @@ def _log_all(method: Callable[..., object], step: int, rows: Rows) -> None:
 
 
 _METHODS = {"add_scalar": _add_scalar, "log_metrics": _log_all, "log_metric": _log_metric, "log": _log_all}
+
+
+def _csv_path(path: Path) -> Path:
+    """The path, if it is one of a CSV file in a folder that exists."""
+    takes = "Tracker(to=) takes the path of a CSV file, a logger or a function"
+    if path.suffix != ".csv":
+        do = "For TensorBoard pass torch.utils.tensorboard.SummaryWriter(), for W&B the run; a path ends in .csv."
+        raise InvalidArgumentError(takes, repr(str(path)), do)
+    if not path.parent.is_dir():
+        raise InvalidArgumentError(takes, f"no folder {str(path.parent)!r} for {path.name!r}", "Create it.")
+    return path
 
 
 def _to_csv(path: Path, figures: Sequence[str]) -> Send:

@@ -59,7 +59,8 @@ class ModelFactory:
         given = {self.keywords[k]: v for k, v in sizes.items() if v is not None and k in self.keywords}
         model: Any = self.function(**given)
         if not isinstance(model, nn.Module):
-            found = f"a {type(model).__name__}"
+            name, kind = self.spec.rpartition(":")[2], type(model).__name__
+            found = f"that {name}() returned {'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
             raise InvalidArgumentError(f"{self.spec!r} must build a model", found, "Return a torch.nn.Module.")
         return model
 
@@ -97,11 +98,39 @@ def resolve(spec: str) -> ModelFactory:
             "Name the function that builds the model.",
         )
     else:
-        raise UnknownNameError("model", spec, [*BUILT_IN, *(f"{source}:NAME" for source in LIBRARIES)])
+        known = [*BUILT_IN, *(f"{source}:NAME" for source in LIBRARIES)]
+        raise UnknownNameError("model", spec, known, do=_elsewhere(spec))
     return ModelFactory(spec, function, {k: k for k in accepted(function, ("num_classes", "in_channels"))})
 
 
 # --- libraries ----------------------------------------------------------------------------------------
+
+
+def _elsewhere(name: str) -> str:
+    """What a name that is not built in may stand for: a model of an installed library, or one on a hub."""
+    if "/" in name or name in _folders("transformers"):
+        kind = f", or transformers:{name} for random weights" if "/" not in name else ""
+        return f"Nothing is downloaded: give a folder or a file of its weights on this machine{kind}."
+    holding = [library for library in ("timm", "torchvision") if name.isidentifier() and _defines(library, name)]
+    return f"Did you mean {' or '.join(f'{library}:{name}' for library in holding)}?" if holding else ""
+
+
+def _models_of(package: str) -> Iterator[Path]:
+    """What lies in the folder of models of an installed package, which is not imported: that takes seconds."""
+    found = importlib.util.find_spec(package)
+    for place in (found.submodule_search_locations or ()) if found else ():
+        with suppress(OSError):
+            yield from (Path(place) / "models").iterdir()
+
+
+def _folders(package: str) -> set[str]:
+    return {path.name for path in _models_of(package) if path.is_dir()}
+
+
+def _defines(package: str, name: str) -> bool:
+    """Whether one of its files of models has a function of this name."""
+    wanted = f"def {name}(".encode()
+    return any(wanted in path.read_bytes() for path in _models_of(package) if path.suffix == ".py")
 
 
 def load_library(package: str, spec: str) -> ModuleType:
@@ -388,6 +417,15 @@ def _defined(path: Path) -> list[str]:
     except (OSError, SyntaxError, ValueError):
         return []
     return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
+
+
+def check_named(spec: str) -> None:
+    """Check that `path/file.py:name` has both parts, and that there is such a file, which is not run.
+
+    Raises:
+        InvalidArgumentError: if not; the message has the names that the file defines.
+    """
+    _split(spec)
 
 
 def _split(spec: str) -> tuple[Path, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,18 @@ def render(package: str, template: str, *, whole: bool = True, **values: Any) ->
         package: whose folder `templates` has the template, such as `"gonio.lab.showing"`.
         whole: one self-contained page; False: a part for a notebook, with its style and without the script.
     """
-    return environment(package).get_template(template).render(whole=whole, **values)
+    made = environment(package).get_template(template).render(whole=whole, **values)
+    return made if whole else _with_own_ids(made)
+
+
+_PARTS = itertools.count(1)
+_ID = re.compile(r'(\s(?:id|for|aria-labelledby|aria-controls|aria-describedby)="|\shref="#)')
+
+
+def _with_own_ids(part: str) -> str:
+    """A part of a page whose ids no other part has: the outputs of a notebook lie in one document."""
+    number = next(_PARTS)
+    return _ID.sub(lambda found: f"{found[1]}g{number}-", part)
 
 
 @cache

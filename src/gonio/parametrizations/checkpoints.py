@@ -108,6 +108,19 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def kinds_in(state_dict: Mapping[str, Any]) -> list[str]:
+    """The names of gonio's own parametrizations whose state a state dict holds.
+
+    Example:
+        >>> layer = nn.Linear(4, 3)
+        >>> _ = gonio.parametrizations.attach(layer, "weight", gonio.parametrizations.Sphere())
+        >>> gonio.parametrizations.checkpoints.kinds_in(layer.state_dict())
+        ['Sphere']
+    """
+    found = {key: value for key, value in state_dict.items() if key.endswith(_DESCRIPTION)}
+    return sorted({str(describe(value).get("kind", "")) for value in found.values() if isinstance(value, Tensor)})
+
+
 def _unknown(verb: str, path: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"{verb} the formats of gonio and of torch's weight norm and spectral norm",

@@ -17,7 +17,7 @@ from gonio.penalty.terms import view_shape, weights_of
 from gonio.surgery.facts import TABLES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Groups(Sequence[dict[str, Any]]):
     """Parameter groups, which an optimizer takes like a list of them."""
 
@@ -33,8 +33,12 @@ class Groups(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.groups)
 
+    def __repr__(self) -> str:
+        """The first line of the text, without the tensors."""
+        return f"<{type(self).__name__}: {str(self).splitlines()[0]}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class ParamGroups(Groups):
     """Two parameter groups for an optimizer; printing them says what is in which and why.
 

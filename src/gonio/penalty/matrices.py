@@ -20,7 +20,7 @@ from gonio.penalty.penalty import Penalty
 from gonio.penalty.terms import WeightRef, view_shape, weights_of
 from gonio.surgery.anatomy import Anatomy
 from gonio.surgery.facts import TABLES, why_not_dense
-from gonio.surgery.stated import EXPERTS, stated_number, stated_rows
+from gonio.surgery.stated import EXPERTS, HEADS, stated_number, stated_rows
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Blocks:
         return unview(torch.cat(list(parts), 1).reshape(self.matrices, filters, -1), like.shape, self._layout)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MatrixGroups(Groups):
     """Parameter groups for :class:`gonio.optim.Muon`; printing them says what is a matrix, and why others are not.
 
@@ -186,7 +186,16 @@ def _kinds(
             found[name] = "the output layer"
         else:
             found[name] = _cut(ref, parameter, parents, heads)
-    return found, notes
+    return found, [*notes, *_of_heads(inner, found)]
+
+
+def _of_heads(model: nn.Module, found: Mapping[str, Blocks | str]) -> list[str]:
+    """A note where the configuration states heads, and no weight is cut into them."""
+    stated = stated_number(model, HEADS)
+    if stated < 2 or any(isinstance(kind, Blocks) and kind.rows for kind in found.values()):
+        return []
+    how = "pass heads=gonio.surgery.anatomy(model), or heads={glob: rows per head}, to cut them"
+    return [f"the model has {stated} attention heads, and the weights that compute them are whole: {how}"]
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.geometry.norms import whole
-from gonio.geometry.views import Layout, layout_of, matrix_view
-from gonio.parametrizations.mechanism import parametrizations_of_torch
+from gonio.geometry.views import Layout, layout_of, matrix_view, unview
+from gonio.parametrizations.mechanism import parametrization_of, parametrizations_of_torch
 from gonio.penalty.hooks import OutputHook
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.regularizers.base import AddGradient
@@ -221,7 +221,29 @@ def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context:
                 yield Binding(weight, regularizer, skipped)
                 continue
             fitted = regularizer.fitted_to(weight.tensor(), weight.layout)
+            if fitted.draws_norms and (norm := _fixed_norm(weight)) is not None:
+                raise InvalidArgumentError(
+                    f"{type(fitted).__name__} draws the norms of filters to 1",
+                    f"norms of {norm:.3g} in {weight.label}, which its parametrization fixes",
+                    'Pass filters="unit", with which the term acts on angles alone.',
+                )
             yield Binding(weight, fitted, None, fitted.remark(partial(context.activation_after, weight.module)))
+
+
+def _fixed_norm(weight: WeightRef) -> float | None:
+    """The median norm of the filters where a parametrization keeps each whatever is trained, and it is not 1."""
+    found = parametrization_of(weight.module, weight.name)
+    raw = weight.module._parameters.get(weight.name)
+    if found is None or raw is None or raw.is_meta or type(raw.data) is not Tensor or [*found.parameters()]:
+        return None  # learned magnitudes are not fixed; of a shard the filters are not whole
+    with torch.no_grad():
+        view = matrix_view(raw, weight.layout)
+        factors = torch.linspace(0.5, 2.0, view.shape[1], dtype=raw.dtype, device=raw.device)[:, None]
+        moved = unview(view * factors, raw.shape, weight.layout)
+        norms = [matrix_view(found(each), weight.layout).float().norm(dim=-1) for each in (raw, moved)]
+    middle = float(norms[0].median())
+    fixed = torch.allclose(norms[0], norms[1], rtol=1e-3)
+    return middle if fixed and abs(middle - 1) > 1e-2 else None
 
 
 def _why_skipped(weight: WeightRef, regularizer: WeightRegularizer, context: _Context) -> str | None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 from torch import nn
 
-from gonio.errors import UnknownNameError, closest, listing
+from gonio.errors import InvalidArgumentError, UnknownNameError, closest, listing
 from gonio.escaping import html_table
 from gonio.recipes.apply import Applied, apply_
 from gonio.recipes.catalogue import HOLD, TRAINING, VERBS, Entry, Option, catalogue, objects_of
@@ -61,6 +61,15 @@ class Recipe:
     optimizer: Rule | None = None
     hold: Rule | None = None
     origin: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        empty = not any(getattr(self, part) for part in (*VERBS, *TRAINING))
+        if empty and not self.origin and self.name in built_in_names():
+            raise InvalidArgumentError(
+                "Recipe(name, …) makes a recipe of the rules that it is given",
+                f"none, and {self.name!r} is the name of a built-in recipe",
+                f"Write gonio.Recipe.load({self.name!r}).",
+            )
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Recipe:

@@ -188,6 +188,11 @@ class WeightRegularizer(Regularizer):
         """Whether weights in front of a normalisation layer are left out."""
         return False
 
+    @property
+    def draws_norms(self) -> bool:
+        """Whether the term draws the norms of filters to 1, beside what it does to their angles."""
+        return False
+
     def reason_to_skip(self, weight: Tensor) -> str | None:
         """Why the regularizer cannot act on this weight; None if it can."""
         return None

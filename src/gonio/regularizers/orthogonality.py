@@ -64,6 +64,11 @@ class Orthogonality(WeightRegularizer):
     diagonal: bool = True
     filters: Filters = "raw"
 
+    @property
+    def draws_norms(self) -> bool:
+        """Whether norms of filters are drawn to 1."""
+        return self.diagonal and self.filters == "raw"
+
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         matrix = matrix_view(weight, layout)
         if self.filters == "unit":

@@ -134,6 +134,42 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     return _run(model, example)[0]
 
 
+_CHANNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
+    """Why a model cannot run on an example: which layer got another size, and what to do; empty for other reasons."""
+    last: list[tuple[str, nn.Module, Tensor]] = []
+
+    def record(path: str, module: nn.Module, inputs: Any) -> None:
+        if inputs and isinstance(inputs[0], Tensor):
+            last[:] = [(path, module, inputs[0])]
+
+    with evaluating(model) as plain, torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
+        for site in sites(plain):
+            if isinstance(site.module, (nn.Linear, *_CHANNELS)):
+                hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path)))
+        try:
+            call(plain, example)
+        except Exception:
+            path, module, given = last[0] if last else ("", plain, torch.empty(0))
+        else:
+            return "", ""
+    if isinstance(module, _CHANNELS):
+        what, wanted, axis = "channels", module.in_channels, given.dim() - len(module.kernel_size) - 1
+    elif isinstance(module, nn.Linear):
+        what, wanted, axis = "features", module.in_features, given.dim() - 1
+    else:
+        return "", ""
+    if axis < 0 or axis not in (0, 1, given.dim() - 1) or given.shape[axis] == wanted:
+        return "", ""
+    sizes = list(given.shape)
+    sizes[axis] = wanted
+    same = isinstance(example, Tensor) and example.shape == given.shape
+    do = f"Give an input of the sizes {'x'.join(map(str, sizes))}." if same else "Give the sizes of the model's input."
+    return f"{given.shape[axis]} {what} at the layer {path!r}, which takes {wanted}", do
+
+
 def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
     """The outputs of a model, and the number of dimensions of each layer's output where all calls agree."""
     dims: dict[str, set[int]] = {}

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cli.shell import invoke, shell
-from gonio.lab.claims import claim_names
+from gonio.cli.reproduce import _too_few
+from gonio.lab.claims import claim_names, families, load_claim
 
 CLAIM = """
 name: tiny
@@ -62,6 +63,18 @@ def test_a_dry_run_trains_nothing_to_the_end(claim: str, tmp_path: Path) -> None
     assert found.returncode == 0
     assert "tiny: 1 arms × 3 seeds" in found.stdout
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_what_is_not_tried_and_what_cannot_be_decided(claim: str) -> None:
+    found = shell("reproduce", "bn-imagenet", claim, "--dry-run")
+    assert found.returncode == 0
+    assert "bn-imagenet: not tried: " in found.stdout
+    assert "can decide it" not in found.stdout, "an identity is not tested by its signs"
+    member = load_claim("som-spread")
+    size = len(families()["angles"])
+    least = next(n for n in range(2, 40) if size * 2.0 ** (1 - n) < 0.05)
+    assert _too_few(member, least - 1) == f"; {least} seeds or more can decide it"
+    assert _too_few(member, least) == ""
 
 
 def test_exports_of_a_claim_have_its_verdict_and_its_numbers(claim: str, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from gonio.lab.running.tuning import require_optuna
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task, paired
 from gonio.models import resolve as resolve_model
-from gonio.models.by_name import code_digests, is_user_code
+from gonio.models.by_name import check_named, code_digests, is_user_code
 from gonio.optim.named import DECAYS, OPTIMIZERS
 from gonio.recipes import Recipe
 
@@ -244,6 +244,7 @@ def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module
 
 def _unfit(script: str, recipes: Sequence[Recipe], device: str) -> dict[str, str]:
     """The recipes with a rule that matches no layer of the script's model, with the reason."""
+    check_named(script)
     try:
         found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes], device)
     except ChildProcessError as error:

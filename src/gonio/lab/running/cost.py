@@ -54,7 +54,7 @@ def measure_costs(plan: StudyPlan, entries: Sequence[RecipeEntry]) -> list[CostR
     rows: list[CostRow] = []
     for block, ratios in enumerate(_time_ratios(baseline, steps, device)):
         rows += [(h, "step_time", block, ratio) for h, ratio in zip(hashes, ratios, strict=True)]
-    with _silent_stderr():
+    with silent_stderr():
         for block in range(_MEMORY_BLOCKS):
             first, *peaks = [peak_bytes(step, device) for step in (baseline, *steps)]
             rows += [
@@ -69,7 +69,7 @@ def measure_costs(plan: StudyPlan, entries: Sequence[RecipeEntry]) -> list[CostR
 
 
 @contextmanager
-def _silent_stderr() -> Iterator[None]:
+def silent_stderr() -> Iterator[None]:
     """Suppress the profiler's C++ log, several lines per use."""
     saved = os.dup(2)
     try:
@@ -101,16 +101,25 @@ def _time_ratios(
     baseline: Callable[[], None], steps: Sequence[Callable[[], None]], device: torch.device
 ) -> list[list[float]]:
     """One list of ratios per block."""
-    count = max(1, math.ceil(_TURN / _seconds(baseline, 3, device) * 3))
-    everyone = [baseline, *steps]
-    began = time.monotonic()
+    blocks = time_blocks([baseline, *steps], device, least=5, until=time.monotonic() + _LONGEST)
+    return [[seconds / block[0] for seconds in block[1:]] for block in blocks]
+
+
+def time_blocks(
+    steps: Sequence[Callable[[], None]], device: torch.device, *, least: int, until: float
+) -> list[list[float]]:
+    """The seconds of each function in each block: at least so many blocks, and no more after this moment of the clock.
+
+    A block runs each of them as often, so that the first takes at least 0.03 s.
+    """
+    count = max(1, math.ceil(_TURN / _seconds(steps[0], 3, device) * 3))
     blocks: list[list[float]] = []
-    while len(blocks) < _BLOCKS and (len(blocks) < 5 or time.monotonic() - began < _LONGEST):
+    while len(blocks) < _BLOCKS and (len(blocks) < least or time.monotonic() < until):
         # The order rotates, so that no model always runs after the same one.
-        turn = len(blocks) % len(everyone)
-        order = [*range(turn, len(everyone)), *range(turn)]
-        seconds = {index: _seconds(everyone[index], count, device) for index in order}
-        blocks.append([seconds[index] / seconds[0] for index in range(1, len(everyone))])
+        turn = len(blocks) % len(steps)
+        order = [*range(turn, len(steps)), *range(turn)]
+        seconds = {index: _seconds(steps[index], count, device) / count for index in order}
+        blocks.append([seconds[index] for index in range(len(steps))])
     return blocks
 
 

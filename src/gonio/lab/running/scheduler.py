@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gonio.errors import Interrupted, InvalidArgumentError
+from gonio.escaping import shorten
 from gonio.lab.judging.statistics import require_scipy
 from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, Tuning, installed_versions
 from gonio.lab.record import RunRecord
@@ -484,6 +485,9 @@ class Lines:
         self._stream.flush()
 
 
+_BAR = 44  # columns of the bar, the counts and the time left
+
+
 class Bar:
     """A progress bar on a terminal, with failures printed above it as they happen.
 
@@ -517,7 +521,8 @@ class Bar:
             self._progress.console.print(text, style="red", markup=False, highlight=False)
 
     def stage(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
+        room = max(20, self._progress.console.width - _BAR)
+        self._progress.update(self._task, description=shorten(text, longest=room))
 
     def stop(self) -> None:
         self._progress.stop()

@@ -156,8 +156,14 @@ def _lines(found: ClaimResults) -> Iterator[RenderableType]:
         yield Text(f"  {_MARKS[one.evidence.verdict][0]} {plain(_sentence(one))}")
 
 
+_ROUNDING = 1e-9
+
+
 def effect_text(found: ClaimResult) -> str:
-    """The mean of the contrast with its unit and interval, e.g. `+2.5 points (+1.9 to +3.1)`; empty without one."""
+    """The mean of the contrast with its unit and interval, e.g. `+2.5 points (+1.9 to +3.1)`; empty without one.
+
+    What lies within rounding of 0 is shown as 0.
+    """
     seen = found.evidence
     if seen.mean is None or seen.low is None or seen.high is None:
         return ""
@@ -165,6 +171,8 @@ def effect_text(found: ClaimResult) -> str:
         sum(found.contrast.values()), 0.0, abs_tol=1e-9
     )  # of percentages; one arm's own number is a percentage
     unit = unit_of_difference(found.unit) if difference else found.unit
+    if max(abs(seen.mean), abs(seen.low), abs(seen.high)) < _ROUNDING:
+        return f"{f'0 {unit}'.strip()} (within ±{_ROUNDING:g})".replace("e-09", "e-9")
     text = f"{seen.mean:+.3g} {unit}".strip() + f" ({seen.low:+.3g} to {seen.high:+.3g})"
     return text.replace("-", "−").replace("e−", "e-")
 

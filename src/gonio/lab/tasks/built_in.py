@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
+import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,8 +78,20 @@ def resolve(spec: str) -> Task:
         if rest and form.startswith(f"{source}:"):
             return make(rest)
     if spec not in BUILT_IN:
-        raise UnknownNameError("task", spec, [*BUILT_IN, *_SOURCES, "file.py:factory"])
+        raise UnknownNameError("task", spec, [*BUILT_IN, *_SOURCES, "file.py:factory"], do=_data_set(spec))
     return BUILT_IN[spec]()
+
+
+def _data_set(name: str) -> str:
+    """The data set of torchvision that a name may stand for; the package is read and not imported."""
+    found = importlib.util.find_spec("torchvision")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        listed = Path(place) / "datasets" / "__init__.py"
+        names = re.findall(r'^ +"(\w+)",$', listed.read_text(encoding="utf-8"), flags=re.M) if listed.is_file() else []
+        for each in names:
+            if each.casefold() == name.casefold():
+                return f"Did you mean torchvision:{each}:FOLDER, with the folder that holds its files?"
+    return ""
 
 
 # --- digits ---------------------------------------------------------------------------------------------

@@ -480,7 +480,8 @@ def _numbers(folder: str, name: str) -> Tensor:
     if not packed.is_file() and not plain.is_file():
         raise InvalidArgumentError(
             f"the task 'fashion-mnist:{folder}' needs the file {name}.gz", "no such file",
-            "Download the four files of Fashion-MNIST, and name their folder with --data.",
+            "Download the four files, e.g. by torchvision.datasets.FashionMNIST('data', download=True), which puts "
+            "them into data/FashionMNIST/raw, and name their folder with --data.",
         )  # fmt: skip
     try:
         raw = gzip.decompress(packed.read_bytes()) if packed.is_file() else plain.read_bytes()

@@ -79,7 +79,7 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         raise InvalidArgumentError(
             "difference() matches tensors by name",
             f"no name in common: {shorten_list(base)} before, {shorten_list(made)} after{said}",
-            "Rename the keys of one of them.",
+            "They look like two architectures; if they are one, rename the keys of one of them.",
         )
     moved = sum(old != new for old, new in names.items())
     notes = (f"{counted(moved, 'name')} matched across prefixes",) if moved else ()

@@ -30,7 +30,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.prescriptions import prescriptions, success_rate
-from gonio.measuring.reading.entry import CONSTANT, FIXED, MAYBE_PADDING, PADDING
+from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
 
 PLACES = 8  # findings of one rule that a terminal shows
 LEVELS = ("info", "warn", "error")
@@ -302,13 +302,14 @@ def _negative_variance(t: TensorMeasurement) -> str | None:
     return next((note for note in t.notes if note.endswith(NEGATIVE)), None)
 
 
-def _not_learned(t: TensorMeasurement) -> bool:
-    return FIXED in t.notes or CONSTANT in t.notes
+def _not_like_random(t: TensorMeasurement) -> bool:
+    """Whether its rows share directions by what it is: a fixed or constant table, a part or product of an adapter."""
+    return FIXED in t.notes or CONSTANT in t.notes or t.kind in (LOW_RANK, FACTOR)
 
 
 @rule("G201", WEIGHT_RULES)
 def _shared(t: TensorMeasurement) -> str | None:
-    if _not_learned(t) or t.alignment is None or t.alignment_z is None or not t.dim or (t.pairs or 0) < 28:
+    if _not_like_random(t) or t.alignment is None or t.alignment_z is None or not t.dim or (t.pairs or 0) < 28:
         return None
     share = t.alignment / t.dim
     if share < 0.25 or t.alignment_z < 6:
@@ -320,7 +321,7 @@ def _shared(t: TensorMeasurement) -> str | None:
 def _alike(t: TensorMeasurement) -> str | None:
     total = t.total_filters * ((t.filters or 0) - 1) // 2
     if (
-        _not_learned(t)
+        _not_like_random(t)
         or not t.near_duplicates
         or not t.closest
         or not t.dim
@@ -341,14 +342,14 @@ def _equal(t: TensorMeasurement) -> str | None:
     least = 1 - 1e-6  # cosines are computed in float32
     if not t.closest or not t.dim or (t.coherence or 0) < least or expected_pairs_above(least, total, t.dim) > 1e-4:
         return None
-    if _not_learned(t):
+    if _not_like_random(t):
         return None
     return f"filters {t.closest[0]} and {t.closest[1]} are proportional: their absolute cosine is 1"
 
 
 @rule("G301", WEIGHT_RULES)
 def _one_direction(t: TensorMeasurement) -> str | None:
-    if _not_learned(t) or t.stable_rank is None or t.stable_rank_random is None or t.stable_rank_random < 6:
+    if _not_like_random(t) or t.stable_rank is None or t.stable_rank_random is None or t.stable_rank_random < 6:
         return None
     return f"its stable rank is {t.stable_rank:.2f}" if 0 < t.stable_rank < 2 else None
 

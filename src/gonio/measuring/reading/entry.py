@@ -24,6 +24,8 @@ MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead 
 # The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
 FIXED = "a table that is not trained, in a model that is"
 CONSTANT = "every row is the same: it starts from a constant"
+# The kinds of tensors of adapters, whose rows lie in a few directions by construction.
+LOW_RANK, FACTOR = "low-rank product", "factor of an adapter"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from gonio.geometry import Layout, layout_of
 from gonio.measuring.private_torch import recurrent_weights, weights_of_hooks
 from gonio.measuring.reading.entry import (
     CONSTANT,
+    FACTOR,
     FIXED,
     PADDING,
     STACKED,
@@ -69,7 +70,8 @@ def _placed(entries: list[TensorEntry], adapted: AdaptedLayers) -> Iterator[Tens
     """The entries with their names in the model without adapters."""
     for entry in entries:
         part, plain = adapted.role_of(entry.name)
-        yield replace(entry, role="adapter" if part else entry.role, weight_name="" if plain == entry.name else plain)
+        entry = replace(entry, role="adapter", kind=FACTOR) if part else entry
+        yield replace(entry, weight_name="" if plain == entry.name else plain)
 
 
 def _of_adapters(adapted: AdaptedLayers) -> Iterator[TensorEntry]:

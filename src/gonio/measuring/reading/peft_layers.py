@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import TensorEntry
+from gonio.measuring.reading.entry import LOW_RANK, TensorEntry
 from gonio.surgery import Site
 
 _INSIDE = {"base_layer", "token_adapter"}  # the names under which peft's layers hold the layer that they adapt
@@ -148,7 +148,7 @@ def _product(path: str, layer: Any, adapter: str, layout: Layout | None, reason:
         delta: Tensor = layer.get_delta_weight(adapter).detach()
         return (delta.mT if turned else delta).flatten(0, 1) if experts > 1 else delta
 
-    return TensorEntry(f"{path}.lora_BA.{adapter}", "low-rank product", layout, load, reason, notes, role="adapter")
+    return TensorEntry(f"{path}.lora_BA.{adapter}", LOW_RANK, layout, load, reason, notes, role="adapter")
 
 
 def _own_weight(layer: Any) -> Tensor:

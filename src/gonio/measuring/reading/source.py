@@ -22,6 +22,7 @@ from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
+    FACTOR,
     Axes,
     Shapes,
     StoredTensor,
@@ -157,7 +158,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
             if len(tensor.shape) == 2 and beside.padding < tensor.shape[0] and not has_bias(name, shapes):
                 made = replace(made, padding=beside.padding)
             made = stacks[name].entry(made) if name in stacks else made
-            yield _without_batch(replace(made, role="adapter") if name in of_adapters else made)
+            yield _without_batch(replace(made, role="adapter", kind=FACTOR) if name in of_adapters else made)
         elif weight.parts[0] == name:
             yield _computed(weight, cleaned.get(weight.name, weight.name), shapes)
         else:

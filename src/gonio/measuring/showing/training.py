@@ -42,11 +42,17 @@ MORE: tuple[More, ...] = (
 
 
 def training_page(
-    rows: Sequence[Mapping[str, Any]], layers: Sequence[LayerRotation], found: Sequence[str] = (), *, whole: bool
+    rows: Sequence[Mapping[str, Any]],
+    layers: Sequence[LayerRotation],
+    found: Sequence[str] = (),
+    *,
+    whole: bool,
+    refresh: int = 0,
 ) -> str:
     """The page as HTML: what was found in weights, advice, and a table of layers in the order of the model.
 
-    Curves share one logarithmic scale over all layers, so that layers can be compared.
+    Curves share one logarithmic scale over all layers, so that layers can be compared. A browser loads the page anew
+    every `refresh` seconds, unless that is 0.
     """
     everything = [value for layer in layers for value in (*layer.rotations, *layer.predictions) if value]
     low, high = (min(everything), max(everything)) if everything else (1.0, 10.0)
@@ -55,6 +61,7 @@ def training_page(
     return render(
         "training.html.j2",
         whole=whole,
+        refresh=refresh,
         layers=shown,
         columns=COLUMNS,
         more=MORE,

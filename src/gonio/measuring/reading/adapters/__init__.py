@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
-from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.entry import LOW_RANK, StoredTensor, TensorEntry
 
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
@@ -280,7 +280,7 @@ def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]
         end = f".{adapter.name}" if adapter.name else ""
         if adapter.product is not None:
             path = f"{adapter.path}.lora_BA{end}"
-            product = adapter.product.entry(path, "low-rank product", adapter.layout, notes=(adapter.note,))
+            product = adapter.product.entry(path, LOW_RANK, adapter.layout, notes=(adapter.note,))
             made.append(replace(product, role="adapter"))
         name = f"{adapter.weight.removesuffix('.weight')}.base_and_{adapter.kind}{end}"
         held = base.get(adapter.weight)

@@ -1,0 +1,89 @@
+"""`gonio cost`: what a training step with each method costs on one's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from json import dumps
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gonio.cli import options
+from gonio.cli.app import check_folders, print_err, print_out, save, users_code
+
+if TYPE_CHECKING:
+    from gonio.lab.running.step_cost import StepCost
+
+_Recipes = Annotated[
+    list[str] | None,
+    typer.Argument(help="Built-in recipes or recipe files; default: one of each method.", metavar="[RECIPE…]"),
+]
+_Batch = Annotated[str, options.BATCH]
+_Optimizer = Annotated[str, typer.Option(help="Of recipes that name none: sgd, adamw or muon.", metavar="NAME")]
+_Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps.", metavar="DEVICE")]
+_Seconds = Annotated[float, typer.Option(help="Time for the measurement; three rounds are made anyway.", min=0.0)]
+_HEAD = ("recipe", "time", "quartiles", "ms", "memory", "MiB", "parameters")
+
+
+def cost(
+    recipes: _Recipes = None,
+    *,
+    model: options.Model,
+    batch: _Batch,
+    optimizer: _Optimizer = "adamw",
+    device: _Device = "cpu",
+    seconds: _Seconds = 20.0,
+    seed: options.Seed = 0,
+    json: options.Json = None,
+) -> None:
+    """What does a training step with each method cost on my model, in time and memory?
+
+    The plain model, the same again and the model with each recipe take turns; time and memory are ratios to the plain
+    step. The row `the same again` shows the noise. Nothing is trained to the end, and no data are needed.
+    """
+    from gonio.cli.inputs import build_model, check_runs, read_batch
+    from gonio.lab.planning.planner import BUILT_IN_RECIPES
+    from gonio.lab.running.step_cost import step_costs
+    from gonio.recipes import Recipe
+
+    check_folders({"json": json})
+    chosen = [Recipe.load(name) for name in recipes or BUILT_IN_RECIPES]
+    example = read_batch(batch, option="--batch")
+    check_runs(build_model(model, seed=seed), example, option="--batch")
+    with users_code(model):
+        rows = step_costs(
+            lambda: build_model(model, seed=seed), example, chosen, optimizer=optimizer, device=device, seconds=seconds
+        )
+    if json is None:
+        print_out(_table(rows))
+        how = "CPU time on one thread" if device == "cpu" else f"time on {device}"
+        print_err(f"{model}, batch {batch}, {optimizer}: {how}; medians and quartiles of ratios to the baseline")
+    else:
+        made: dict[str, Any] = {"model": model, "batch": batch, "optimizer": optimizer, "device": device}
+        save(dumps(made | {"rows": [asdict(row) for row in rows]}, ensure_ascii=False, indent=1), json, "JSON")
+
+
+def _table(rows: Sequence[StepCost]) -> str:
+    """One line per recipe, in columns; a recipe that was not measured has its reason."""
+    lines = [_HEAD, *(_cells(row) for row in rows if not row.reason)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    width = max(widths[0], *(len(row.name) for row in rows))
+    shown = [
+        "  ".join([f"{line[0]:<{width}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    return "\n".join([*shown, *(f"{row.name:<{width}}  not measured: {row.reason}" for row in rows if row.reason)])
+
+
+def _cells(row: StepCost) -> tuple[str, ...]:
+    middle, low, high = row.time or (1.0, 1.0, 1.0)
+    return (
+        row.name,
+        f"×{middle:.2f}",
+        f"{low:.2f}–{high:.2f}",
+        f"{row.milliseconds:.3g}",
+        "–" if row.memory is None else f"×{row.memory:.2f}",
+        "–" if row.mebibytes is None else f"{row.mebibytes:.3g}",
+        f"{row.parameters:,}",
+    )

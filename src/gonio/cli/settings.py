@@ -1,0 +1,119 @@
+"""Settings of commands from `gonio.toml`, or `[tool.gonio]` in `pyproject.toml`: how the file is found, read and used.
+
+A table with the name of a command holds values of its options: `[measure]` with `batch = "8x3x32x32"`. An option on the
+command line wins. A file may not name code or files to write: a folder of somebody else's would otherwise run it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gonio.errors import ConfigError, closest, listing
+
+OWN, SHARED = "gonio.toml", "pyproject.toml"
+COMMANDS = ("measure", "compare", "reproduce", "cost")
+"""The commands whose options a file can set."""
+SHOW = "--show-settings"
+EPILOG = f"{SHOW} shows every setting and where it comes from, and stops. The table [NAME] of gonio.toml sets options."
+MOST_BYTES = 1 << 20
+_WRITTEN = ("html", "json", "csv", "md", "tex", "output", "journal")
+_CODE = re.compile(r"\.py(?::|$)")
+
+
+def nearest(start: Path) -> Path | None:
+    """The nearest file upward: `gonio.toml`, or a `pyproject.toml` that has `[tool.gonio]`."""
+    start = start.resolve()
+    for folder in (start, *start.parents):
+        if (folder / OWN).is_file():
+            return folder / OWN
+        if (folder / SHARED).is_file() and own_table(read(folder / SHARED)) is not None:
+            return folder / SHARED
+    return None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a TOML file."""
+    try:
+        if not path.is_file():
+            raise ConfigError(str(path), ["it is not a regular file" if path.exists() else "there is no such file"])
+        if path.stat().st_size > MOST_BYTES:
+            raise ConfigError(str(path), [f"it is larger than {MOST_BYTES // 1024} KiB"])
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(str(path), [f"it is not valid TOML: {error}"]) from error
+
+
+def own_table(content: dict[str, Any]) -> Any:
+    """The table `[tool.gonio]` of a `pyproject.toml`; None if there is none."""
+    tools = content.get("tool")
+    return tools.get("gonio") if isinstance(tools, dict) else None
+
+
+def named_file(words: Sequence[str]) -> Path | None:
+    """The file that the words of a command line name by `--config`, else the nearest one."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--config":
+            return Path(following)
+        if word.startswith("--config="):
+            return Path(word.removeprefix("--config="))
+    return nearest(Path.cwd())
+
+
+def defaults(path: Path | None, command: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """The values that a file sets for a command, by the names of its parameters.
+
+    Args:
+        options: the name of a parameter by the name of the option, without dashes before it.
+
+    Raises:
+        ConfigError: with every problem of the command's table.
+    """
+    if path is None or not path.exists():  # a command that takes the file says that it is absent
+        return {}
+    content: Any = read(path)
+    content = own_table(content) if path.name == SHARED else content
+    table = content.get(command, {}) if isinstance(content, dict) else {}
+    if not isinstance(table, dict):
+        raise ConfigError(str(path), [f"[{command}] must be a table of options; found {table!r:.80}"])
+    problems = [found for name, value in table.items() if (found := _problem(command, name, value, options))]
+    if problems:
+        raise ConfigError(str(path), problems)
+    return {options[name]: value for name, value in table.items()}
+
+
+def _problem(command: str, name: str, value: Any, options: Mapping[str, str]) -> str:
+    """Why a file cannot set an option to a value, in one sentence; empty if it can."""
+    at = f"[{command}] {name:.80}"
+    if name not in options or name in ("help", "config"):
+        near = closest(name, [each for each in options if each not in ("help", "config")])
+        return f"{at} is no option of gonio {command}; " + (
+            f"did you mean {listing(near)}?" if near else f"its options are {listing(sorted(options), limit=40)}"
+        )
+    if name in _WRITTEN:
+        return f"{at} is a file to write, which only the command line can name"
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, (str, int, float, bool)) for each in values):
+        return f"{at} must be text, a number, true, false or a list of them; found {value!r:.80}"
+    if name == "script" or any(isinstance(each, str) and _CODE.search(each) for each in values):
+        return f"{at} names code, which only the command line can name; found {value!r:.80}"
+    return ""
+
+
+def shown(rows: Sequence[tuple[str, Any, str]], path: Path | None) -> str:
+    """The settings as a table: the name, the value and where it comes from."""
+    where = os.path.relpath(path) if path is not None else "no gonio.toml, and no [tool.gonio]"
+    cells = [(name, _text(value), source) for name, value, source in rows]
+    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+    lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in cells]
+    return "\n".join([*lines, f"file: {where}"])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "–"
+    return {None: "–", True: "true", False: "false", "": "–"}.get(value, str(value))

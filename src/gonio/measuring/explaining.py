@@ -1,0 +1,61 @@
+"""What a code of a finding or the title of a column means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gonio.errors import UnknownNameError
+from gonio.measuring.changes import difference, several
+from gonio.measuring.findings import rules
+from gonio.measuring.findings.rules import RULES, Finding
+from gonio.measuring.showing import columns, training
+from gonio.measuring.showing.table import Column
+
+TABLES: Mapping[str, tuple[Column[Any], ...]] = {
+    "": columns.COLUMNS,
+    "outputs": columns.SIGNALS,
+    "the change of a weight": difference.COLUMNS,
+    "the changes of several models": several.COLUMNS,
+    "training": training.COLUMNS,
+}
+"""The columns of every table, by what the table is of; the first is that of `gonio measure`."""
+
+
+def explain(name: str | Finding) -> str:
+    """A rule or a column in words.
+
+    Of a rule: what it finds, its meaning, the value for random weights, what to do, what `gonio.doctor` does about it
+    or why it does nothing, its false-alarm rate. Of a column: its meaning in each table that has one of this title.
+
+    Args:
+        name: the code of a rule, a finding of it, or the title of a column.
+
+    Raises:
+        UnknownNameError: if there is neither.
+
+    Example:
+        >>> print(gonio.measuring.explain("G001").splitlines()[0])
+        G001 (error): values that are NaN or infinite
+        >>> print(gonio.measuring.explain("rank 99%"))
+        rank 99% (of the change of a weight): singular directions with 99 % of its squared norm
+    """
+    code = name.code if isinstance(name, Finding) else name.strip().upper()
+    if code in RULES:
+        return rules.explain(code)
+    found = explained_columns(str(name))
+    if not found:
+        titles = {column.title for table in TABLES.values() for column in table}
+        raise UnknownNameError("rule or column", str(name), [*RULES, *titles])
+    return "\n".join(found)
+
+
+def explained_columns(name: str) -> list[str]:
+    """One line for each column with this title or name, or else whose title begins the word; empty if there is none."""
+    word = name.strip().lower()
+    every = [(of, column) for of, table in TABLES.items() for column in table]
+    found = [(of, column) for of, column in every if word in (column.title.lower(), column.title.lower().rstrip("."))]
+    found = found or [(of, column) for of, column in every if word == column.name]
+    long = [(of, column) for of, column in every if len(column.title) > 2]
+    found = found or [(of, column) for of, column in long if word.startswith(column.title.lower().rstrip("."))]
+    return [f"{column.title}{f' (of {of})' if of else ''}: {column.explanation}" for of, column in found]
