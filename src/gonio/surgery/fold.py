@@ -209,11 +209,7 @@ def _fold_decoupled_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> No
 
 def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str], dims: dict[str, int]) -> None:
     """Fold norms with fixed statistics into the layer that feeds them alone."""
-    norms = [
-        site
-        for site in chosen
-        if facts_of(site.module).why_not_affine is not None or isinstance(site.module, TORCH_NORMS[0])
-    ]
+    norms = [site for site in chosen if _has_statistics(site.module)]
     if not norms:
         return
     graph = trace(edit.model, training=False, dims=dims)
@@ -231,13 +227,18 @@ def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str], dims: dic
             edit.replace_(site, _rest_of(site.module), what=f"{site.kind} folded into {paths[id(layer)]}")
 
 
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it is a norm that may be a fixed affine map in evaluation."""
+    return facts_of(module).why_not_affine is not None or isinstance(module, TORCH_NORMS[0])
+
+
 def _fold_gains_(edit: Edit, chosen: list[Site], stay: dict[str, str], same: SameFunction) -> float:
     """Move the gains and shifts of norms into the layers that alone read them; the rounding of the model's types."""
     if same.input is None:
         why = f"what reads a norm is found by running the model, and {same.why}"
         raise NotApplicableError("fold_", "", why, "Pass example=.", action="fold")
     inner = unwrapped(edit.model)
-    found = gains_of(inner, same.input, {id(site.module) for site in chosen})
+    found = gains_of(inner, same.input, {id(site.module) for site in chosen if not _has_statistics(site.module)})
     stay.update(found.stay)
     for each in found.able:
         old = {name: found.parameters[name].detach() for name in each.tensors}

@@ -145,9 +145,9 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
     modules = {site.path: site.module for site in sites(model)}
     found: dict[str, list[Normed]] = {}
     stay: dict[str, str] = {}
-    for each in run.gained:
-        if each.gains and each.path in modules and id(modules[each.path]) in chosen:
-            found.setdefault(each.gains[0], []).append(each)
+    for call in run.gained:
+        if call.gains and call.path in modules and id(modules[call.path]) in chosen:
+            found.setdefault(call.gains[0], []).append(call)
     read = _reads(run, [normed for each in found.values() for normed in each])
     options: list[list[Gain]] = []
     for normed in found.values():
@@ -159,13 +159,13 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
     trial = _OfGains(model, example, parameters)
     eps, random = trial.coarsest(), generator(1, "gains")
     trial.least = min(10 * eps, _ROUNDING)
-    for each, *_ in options:
-        powers = _powers(parameters[each.gain], random)
-        trial.start[each.gain] = (powers - each.added).to(parameters[each.gain].dtype)
-    for each, held in zip(options, tried := confirmed(trial, options), strict=True):
+    for gain, *_ in options:
+        powers = _powers(parameters[gain.gain], random)
+        trial.start[gain.gain] = (powers - gain.added).to(parameters[gain.gain].dtype)
+    for (gain, *_), held in zip(options, tried := confirmed(trial, options), strict=True):
         if held is None:
-            readers = listing(list(dict.fromkeys(r.tensor for r in each[0].readers)))
-            stay[each[0].path] = f"the outputs change if it moves into {readers}"
+            readers = listing(list(dict.fromkeys(r.tensor for r in gain.readers)))
+            stay[gain.path] = f"the outputs change if it moves into {readers}"
     return Gains(tuple(each for each in tried if each is not None), parameters, stay, eps)
 
 
@@ -221,7 +221,9 @@ def _gain(
     gain = Gain(normed[0].path, name, shift, added, tuple(calls))
     if bool((parameters[name] == gain.neutral).all()) and not (shift and bool(parameters[shift].any())):
         return []
-    if why := _why_not(run, parameters, gain, mine, normed) or _why_not_alone(run, parameters, gain):
+    if why := _why_not(run, parameters, gain, mine, normed) or _why_not_alone(
+        run, parameters, gain, mine, normed[0].over
+    ):
         return why
     moves = shift != "" and all(
         call.bias and call.plain and call.pointwise and call.index is None and parameters[call.bias].ndim == 1
@@ -237,17 +239,19 @@ def _why_not(
 ) -> str:
     """Why the layers in which its result is found are not what alone reads it."""
     if not all(each.is_of(normed) for each in read if each.call is not None):
-        return "its result also goes another way, such as along a residual connection"
-    if any(each.call is None for each in read):
-        return "its result is an output of the model, or added to one"
-    if not gain.readers:
-        return "no layer with a weight of its own reads its result"
+        return (
+            "not only linear layers read its result: it passes a residual connection, a product or an activation, too"
+        )
+    if not gain.readers or any(each.call is None for each in read):
+        return "its result is an output of the model, or read by other means than a layer with a weight of its own"
     channels = parameters[gain.gain].numel()
     odd = [r.tensor for r in gain.readers if run.parameters[r.tensor].shape[r.in_dim] != channels]
     return f"{odd[0]} does not read its channels one by one" if odd else ""
 
 
-def _why_not_alone(run: Run, parameters: Mapping[str, nn.Parameter], gain: Gain) -> str:
+def _why_not_alone(
+    run: Run, parameters: Mapping[str, nn.Parameter], gain: Gain, read: list[_Read], over: Collection[str]
+) -> str:
     """Why what would change with the gain has other uses."""
     names = [gain.gain, gain.shift, *(name for r in gain.readers for name in (r.tensor, r.bias))]
     count = Counter(map(id, run.parameters.values()))
@@ -256,11 +260,13 @@ def _why_not_alone(run: Run, parameters: Mapping[str, nn.Parameter], gain: Gain)
             return f"{name} is shared with another layer"
         if (why := why_not_dense(parameters[name])) is not None:
             return f"{name}: {why}"
-    others = [Reader.of(call) for call in run.calls]
-    for r in [r for r in gain.readers for other in others if other not in gain.readers and r.overlaps(other)]:
+    mine = {id(each.call) for each in read}
+    others = [Reader.of(call) for call in run.calls if id(call) not in mine]
+    for r in [r for r in gain.readers if any(r.overlaps(other) for other in others)]:
         return f"{r.tensor} reads something else, too"
     channels = parameters[gain.gain].numel()
-    idle = [n for n, p in parameters.items() if p.ndim > 1 and channels in p.shape and n not in run.used]
+    idle = [n for n, p in parameters.items() if p.ndim > 1 and channels in p.shape and n not in run.used
+            and (n.rpartition(".")[0] not in over or run.began[n.rpartition(".")[0]] > 1)]  # fmt: skip
     return f"{listing(idle)} had no part in the run, and may read it" if idle else ""
 
 

@@ -8,6 +8,7 @@ weight that compute it, whatever the modules are called. What the model computes
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -110,12 +111,16 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Normed:
-    """One call of a norm: the path of its module, the names of its gains, its input, and its result with its graph."""
+    """One call of a norm: the path of its module, the names of its gains, its input, and its result with its graph.
+
+    `over` are the modules whose calls ended before.
+    """
 
     path: str
     gains: tuple[str, ...]
     x: Tensor
     out: Tensor
+    over: frozenset[str]
 
 
 @dataclass
@@ -128,6 +133,7 @@ class Run:
         normed: results of norms.
         gained: calls of the modules that are norms.
         used: parameters that any function took.
+        began: by the path of a module, how many of its calls began.
         tables: parameters that are looked up, with the results.
         chosen: the scores of which the largest were chosen, for example by a router.
     """
@@ -139,6 +145,7 @@ class Run:
     normed: list[Tensor] = field(default_factory=list)
     gained: list[Normed] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    began: Counter[str] = field(default_factory=Counter)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
     chosen: list[tuple[str, Tensor]] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)  # by path, why attention there was not recorded
@@ -282,7 +289,8 @@ class Recorder(Products):
         self.run.norms.update(dict.fromkeys(names))
         passed = self._normed(given[0], out)
         of_input = not passed.requires_grad
-        self.run.gained.append(Normed(self.stack[-1], names, given[0].detach(), passed.requires_grad_()))
+        over = frozenset(self.run.began) - frozenset(self.stack)
+        self.run.gained.append(Normed(self.stack[-1], names, given[0].detach(), passed.requires_grad_(), over))
         return passed.clone() if of_input else passed  # the model may change it in place
 
     # attention
@@ -353,7 +361,7 @@ def record(model: nn.Module, example: Any) -> Run:
         recorder = Recorder(plain)
         for site in sites(plain):
             module = site.module
-            ends.enter_context(module.register_forward_pre_hook(partial(_push, recorder.stack, site.path)))
+            ends.enter_context(module.register_forward_pre_hook(partial(_push, recorder, site.path)))
             if not module._modules and all(p.ndim < 2 for p in module.parameters()):
                 ends.enter_context(module.register_forward_hook(recorder._norm_hook, with_kwargs=True))
             if facts.facts_of(module).attends is not None:
@@ -386,8 +394,9 @@ def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
     ]
 
 
-def _push(stack: list[str], path: str, *_: Any) -> None:
-    stack.append(path)
+def _push(recorder: Recorder, path: str, *_: Any) -> None:
+    recorder.stack.append(path)
+    recorder.run.began[path] += 1
 
 
 def _pop(stack: list[str], *_: Any) -> None:
