@@ -71,7 +71,7 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None, gains: 
         >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
         >>> _ = nn.init.normal_(block.norm1.weight)
         >>> print(gonio.fold_(block, gains=True).changes[0])
-        Change(path='norm1', what='gain folded into self_attn.in_proj_weight')
+        Change(path='norm1', what='gain and shift folded into self_attn.in_proj_weight')
 
     References: S. Ashkboos et al., "SliceGPT", ICLR 2024, section 3.2 (gains of norms). https://arxiv.org/abs/2401.15024
     """
