@@ -249,9 +249,7 @@ def _fold_gains_(edit: Edit, chosen: list[Site], stay: dict[str, str], same: Sam
         edit.changed(each.path, f"{what} folded into {', '.join(dict.fromkeys(r.tensor for r in each.readers))}")
     kept = [each.path for each in found.able if each.shift and not each.moves_shift]
     if kept:
-        edit.note(
-            f"the shift of {listing(kept)} stays, divided by the gain: a layer that reads it has no bias that takes it"
-        )
+        edit.note(f"the shift of {listing(kept)} stays, divided by the gain: it cannot move into biases exactly")
     return found.eps if found.able else 0.0
 
 
