@@ -93,6 +93,10 @@ def test_without_biases_the_shift_stays_divided_by_the_gain() -> None:
     torch.testing.assert_close(model.norm.bias, old.norm.bias / old.norm.weight, rtol=1e-15, atol=0)
     assert model.norm.weight.eq(1).all()
     assert_same(old, model, X)
+    again = fold_(model, example=X, gains=True)
+    assert not again.changes
+    assert any("its gain has nothing to give, and a layer that reads it has no bias" in note for note in again.notes)
+    again.undo_()
     assert_undone(edited, model, old)
 
 
@@ -181,6 +185,21 @@ def test_an_unused_table_of_a_module_that_ended_before_reads_nothing() -> None:
     model = Net(lambda m, x: m.first(m.a(x).sin()) + m.b(x))
     model.first = _Start()
     assert any("first.mask had no part" in note for note in fold_(model, example=X, gains=True).notes)
+
+
+class _Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("none\nhere")
+
+
+def test_a_function_without_a_derivative() -> None:
+    notes = fold_(Net(lambda m, x: m.b(_Opaque.apply(x))), example=X, gains=True).notes
+    assert "norm stays: derivatives cannot be computed: none" in notes
 
 
 def test_shared_weights_and_gains_stay() -> None:

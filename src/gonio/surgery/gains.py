@@ -126,7 +126,7 @@ class Gains:
     able: tuple[Gain, ...]
     parameters: Mapping[str, nn.Parameter]
     stay: Mapping[str, str]
-    eps: float  # the largest rounding of the types in which the model computes
+    eps: float = 0.0  # the largest rounding of the types in which the model computes
 
 
 def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
@@ -148,7 +148,11 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
     for call in run.gained:
         if call.gains and call.path in modules and id(modules[call.path]) in chosen:
             found.setdefault(call.gains[0], []).append(call)
-    read = _reads(run, [normed for each in found.values() for normed in each])
+    try:
+        read = _reads(run, [call for each in found.values() for call in each])
+    except RuntimeError as error:  # a function of the model's own
+        why = f"derivatives cannot be computed: {str(error).splitlines()[0][:80]}"
+        return Gains((), parameters, {call.path: why for each in found.values() for call in each})
     options: list[list[Gain]] = []
     for normed in found.values():
         whole = _gain(run, parameters, modules[normed[0].path], normed, read)
@@ -219,7 +223,8 @@ def _gain(
         return "it computes something else than its gain, or 1 + its gain, times the normalised input, plus a shift"
     added, shift = facts[0], f"{normed[0].path}.{facts[1]}".lstrip(".") if facts[1] else ""
     gain = Gain(normed[0].path, name, shift, added, tuple(calls))
-    if bool((parameters[name] == gain.neutral).all()) and not (shift and bool(parameters[shift].any())):
+    neutral = bool((parameters[name] == gain.neutral).all())
+    if neutral and not (shift and bool(parameters[shift].any())):
         return []
     if why := _why_not(run, parameters, gain, mine, normed) or _why_not_alone(
         run, parameters, gain, mine, normed[0].over
@@ -229,9 +234,10 @@ def _gain(
         call.bias and call.plain and call.pointwise and call.index is None and parameters[call.bias].ndim == 1
         for call in calls.values()
     )
-    divides = not shift or bool((parameters[name] != -added).all())
+    divides = not neutral and (not shift or bool((parameters[name] != -added).all()))
     able = [replace(gain, moves_shift=True)] * moves + [gain] * divides
-    return able or "a layer that reads it has no bias for its shift, which cannot be divided by a gain of 0"
+    what = "its gain has nothing to give" if neutral else "its shift cannot be divided by a gain of 0"
+    return able or f"{what}, and a layer that reads it has no bias for its shift"
 
 
 def _why_not(
