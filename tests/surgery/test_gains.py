@@ -124,6 +124,7 @@ def test_a_gain_of_0_folds_with_a_bias_and_stays_without_one() -> None:
         assert_same(old, model, X)
 
 
+DRAWN = torch.Generator()
 OUT = "read by other means than a layer with a weight of its own"
 OTHER = "not only linear layers read its result"
 
@@ -146,6 +147,7 @@ STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "half": (lambda: one(lambda m, x: F.linear(x[..., :4], m.a.weight.view(16, 4))), OUT),
     "computed": (lambda: Net(lambda m, x: F.linear(x, m.a.weight * m.b.weight)), OUT),
     "computed, too": (lambda: Net(lambda m, x: m.b(x) + F.linear(x, 2 * m.a.weight)), OUT),
+    "random": (lambda: one(lambda m, x: m.a(x) + torch.rand(1, generator=DRAWN).double()), "differ from run to run"),
     "used twice": (lambda: one(lambda m, x: m.a(m.a(x).sin())), "a.weight reads something else, too"),
     "other parameter": (lambda: one(lambda m, x: m.a(x) + m.a.weight.sum()), "the outputs change"),
     "idle": (lambda: Net(lambda m, x: m.b(x) if x.max() > 1e6 else m.a(x)), "b.weight had no part in the run"),
@@ -210,7 +212,8 @@ def test_shared_weights_and_gains_stay() -> None:
     model = Net(lambda m, x: m.b(m.again(m.a(x).sin())))
     model.again = nn.LayerNorm(8).double()
     model.again.weight = model.norm.weight
-    assert any("norm.weight is shared with another layer" in note for note in fold_(model, example=X, gains=True).notes)
+    notes = fold_(model, example=X, gains=True).notes
+    assert any("norm.weight is shared with another layer" in note for note in notes)
 
 
 def test_only_what_is_asked_for() -> None:

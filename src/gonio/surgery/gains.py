@@ -48,6 +48,10 @@ class Reader:
             return self.tensor == other.tensor
         return self.start < other.start + other.rows and other.start < self.start + self.rows
 
+    def fits(self, bias: Tensor) -> bool:
+        """Whether a bias has an entry for each of the rows."""
+        return bias.ndim == 1 and self.rows is not None and self.start + self.bias_start + self.rows <= len(bias)
+
     def matrix(self, weight: Tensor) -> Tensor:
         """A view (…, rows, columns)."""
         mine = weight if self.rows is None else weight.narrow(self.out_dim, self.start, self.rows)
@@ -166,6 +170,8 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
     for gain, *_ in options:
         powers = _powers(parameters[gain.gain], random)
         trial.start[gain.gain] = (powers - gain.added).to(parameters[gain.gain].dtype)
+    if options and trial.why_not:
+        return Gains((), parameters, stay | {gain.path: trial.why_not for gain, *_ in options})
     for (gain, *_), held in zip(options, tried := confirmed(trial, options), strict=True):
         if held is None:
             readers = listing(list(dict.fromkeys(r.tensor for r in gain.readers)))
@@ -218,21 +224,21 @@ def _gain(
     keys, name = {id(each) for each in normed}, normed[0].gains[0]
     mine = [each for each in read if keys & set(each.parts)]
     calls = {Reader.of(each.call): each.call for each in mine if each.call is not None}
-    facts = None if len(normed[0].gains) > 1 else _facts(module, normed[0].x, name.rpartition(".")[2])
+    local = {id(p): n for n, p in module._parameters.items()}
+    facts = None if len(normed[0].gains) > 1 else _facts(module, normed[0].x, local[id(parameters[name])])
     if facts is None:
         return "it computes something else than its gain, or 1 + its gain, times the normalised input, plus a shift"
-    added, shift = facts[0], f"{normed[0].path}.{facts[1]}".lstrip(".") if facts[1] else ""
+    added, shift = facts[0], next((n for n, p in parameters.items() if local.get(id(p)) == facts[1] != ""), "")
     gain = Gain(normed[0].path, name, shift, added, tuple(calls))
     neutral = bool((parameters[name] == gain.neutral).all())
     if neutral and not (shift and bool(parameters[shift].any())):
         return []
-    if why := _why_not(run, parameters, gain, mine, normed) or _why_not_alone(
-        run, parameters, gain, mine, normed[0].over
-    ):
+    why = _why_not(run, parameters, gain, mine, normed)
+    if why := why or _why_not_alone(run, parameters, gain, mine, normed[0].over):
         return why
     moves = shift != "" and all(
-        call.bias and call.plain and call.pointwise and call.index is None and parameters[call.bias].ndim == 1
-        for call in calls.values()
+        call.bias and call.plain and call.pointwise and reader.fits(parameters[call.bias])
+        for reader, call in calls.items()
     )
     divides = not neutral and (not shift or bool((parameters[name] != -added).all()))
     able = [replace(gain, moves_shift=True)] * moves + [gain] * divides
@@ -245,9 +251,7 @@ def _why_not(
 ) -> str:
     """Why the layers in which its result is found are not what alone reads it."""
     if not all(each.is_of(normed) for each in read if each.call is not None):
-        return (
-            "not only linear layers read its result: it passes a residual connection, a product or an activation, too"
-        )
+        return "not only linear layers read its result, but a residual connection, a product or an activation, too"
     if not gain.readers or any(each.call is None for each in read):
         return "its result is an output of the model, or read by other means than a layer with a weight of its own"
     channels = parameters[gain.gain].numel()
