@@ -654,6 +654,14 @@ def _attention_network() -> nn.Module:
     return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3))
 
 
+def _network_with_gains() -> nn.Module:
+    block = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
+    model = nn.Sequential(block, nn.LayerNorm(8), nn.Linear(8, 3))
+    for seed, norm in enumerate((block.norm1, block.norm2, model[1])):
+        norm.weight.data += 0.1 * seeded(8, seed=seed)
+    return model
+
+
 def _tokens() -> Tensor:
     return seeded(3, 5, 8)
 
@@ -694,6 +702,13 @@ VERBS += [
     ],
     _verb("recycle_", lambda m: S.recycle_(m), model=_network_with_faults, keeps_function=True, idempotent=True),
     _verb("fold_", lambda m: S.fold_(m), keeps_function=True),
+    _verb(
+        "fold_ gains",
+        lambda m: S.fold_(m, gains=True),
+        model=_network_with_gains,
+        inputs=_tokens,
+        keeps_function=True,
+    ),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
     _verb(
         "hold_ spectral norms",

@@ -12,12 +12,13 @@ from torch.nn.utils import parametrize
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
 from gonio.editing.where import Site, Where, as_selector, sites
-from gonio.editing.wrapping import refuse_shards
-from gonio.errors import NoMatchError, NotApplicableError
+from gonio.editing.wrapping import refuse_shards, unwrapped
+from gonio.errors import NoMatchError, NotApplicableError, listing
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.parametrizations.mechanism import detach, is_parametrized, parametrizations_of_torch
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
+from gonio.surgery.gains import gains_of
 from gonio.surgery.graph import trace
 
 # largest relative deviation of the outputs that is rounding and not a mistake
@@ -26,7 +27,7 @@ _ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
 _HOOKED = {"_g": "remove_weight_norm()", "_orig": "remove_spectral_norm() or prune.remove()"}
 
 
-def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edited:
+def fold_(model: nn.Module, *, example: Any = None, where: Where = None, gains: bool = False) -> Edited:
     r"""Replace parametrizations, batch norms and exact decoupled layers by plain torch layers.
 
     Parametrizations, those of ``torch.nn.utils.parametrize`` too, are replaced by the tensor that they compute. A batch
@@ -36,26 +37,43 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         W' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\, W, \qquad
         b' = \frac{\gamma}{\sqrt{\sigma^2 + \varepsilon}}\,(b - \mu) + \beta.
 
-    Decoupled layers that are linear in their input become plain layers. The result computes the function of the model
+    Decoupled layers that are linear in their input become plain layers. With `gains`, the gain g and the shift b of a
+    norm whose result linear layers alone read move into them, also in transformers, which cannot be traced:
+
+    .. math::
+        W' = W \operatorname{diag}(g), \qquad c' = c + Wb, \qquad g' = 1, \qquad b' = 0.
+
+    The norm stays, with the same parameters; :math:`g' = 0` where it multiplies by :math:`1 + g`. Where a reader has no
+    bias the shift stays as :math:`b/g`. The readers are found by running the model, and each gain is confirmed by it.
+
+    The result computes the function of the model
     in evaluation mode; it is meant for export and inference, not for further training. Notes name the layers that stay.
 
     Args:
         example: an input on which the outputs before and after are compared, with a note; None for one that is made
             from the model's first layer, if that can be done. It also tells the number of dimensions of a linear
             layer's output, on which it depends whether a batch norm after it has the same channels.
-        where: which modules; None for all that can be folded. Naming one that cannot is an error.
+        where: which modules; None for all that can be folded. Naming one that cannot is an error. A gain is folded
+            where its norm is selected.
+        gains: whether the gains and shifts of norms move into the layers that read them.
 
     Raises:
         NoMatchError: if `where` selects nothing that could be folded.
         NotApplicableError: if `where` is given and selects a decoupled layer that is not linear or a norm that cannot
-            be folded, if the model is sharded or replicated, or if the outputs changed by more than rounding; the model
-            is restored.
+            be folded, if `gains` are wanted and there is no example, if the model is sharded or replicated, or if the
+            outputs changed by more than rounding; the model is restored.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
         >>> edited = gonio.fold_(model, example=torch.ones(1, 1, 5, 5))
         >>> [type(layer).__name__ for layer in model]
         ['Conv2d', 'Identity', 'ReLU']
+        >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+        >>> _ = nn.init.normal_(block.norm1.weight)
+        >>> print(gonio.fold_(block, gains=True).changes[0])
+        Change(path='norm1', what='gain and shift folded into self_attn.in_proj_weight')
+
+    References: S. Ashkboos et al., "SliceGPT", ICLR 2024, section 3.2 (gains of norms). https://arxiv.org/abs/2401.15024
     """
     selector = as_selector(where)
     chosen = [site for site in sites(model) if site.matches(selector)]
@@ -66,6 +84,7 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_):
             fold_some_(edit, chosen, stay)
         _fold_norms_(edit, chosen, stay, same.dims)
+        eps = _fold_gains_(edit, chosen, stay, same) if gains else 0.0
         if stay and where is not None:
             first = next(site for site in chosen if site.path in stay)
             why, do = stay[first.path], "Leave it out of `where`."
@@ -74,7 +93,8 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None) -> Edit
         if not edit.changes and not stay:
             refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
             raise NoMatchError("fold_", str(selector), [], refused=refused)
-        same.check_(edit, "fold", _ALLOWED, 0.05)
+        allowed = {dtype: max(each, min(10 * eps, 0.05)) for dtype, each in _ALLOWED.items()}
+        same.check_(edit, "fold", allowed, 0.05)
     return edit.done()
 
 
@@ -189,11 +209,7 @@ def _fold_decoupled_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> No
 
 def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str], dims: dict[str, int]) -> None:
     """Fold norms with fixed statistics into the layer that feeds them alone."""
-    norms = [
-        site
-        for site in chosen
-        if facts_of(site.module).why_not_affine is not None or isinstance(site.module, TORCH_NORMS[0])
-    ]
+    norms = [site for site in chosen if _has_statistics(site.module)]
     if not norms:
         return
     graph = trace(edit.model, training=False, dims=dims)
@@ -209,6 +225,32 @@ def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str], dims: dic
         else:
             _fold_norm_(edit, layer, site.module)
             edit.replace_(site, _rest_of(site.module), what=f"{site.kind} folded into {paths[id(layer)]}")
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it is a norm that may be a fixed affine map in evaluation."""
+    return facts_of(module).why_not_affine is not None or isinstance(module, TORCH_NORMS[0])
+
+
+def _fold_gains_(edit: Edit, chosen: list[Site], stay: dict[str, str], same: SameFunction) -> float:
+    """Move the gains and shifts of norms into the layers that alone read them; the rounding of the model's types."""
+    if same.input is None:
+        why = f"what reads a norm is found by running the model, and {same.why}"
+        raise NotApplicableError("fold_", "", why, "Pass example=.", action="fold")
+    inner = unwrapped(edit.model)
+    found = gains_of(inner, same.input, {id(site.module) for site in chosen if not _has_statistics(site.module)})
+    stay.update(found.stay)
+    for each in found.able:
+        old = {name: found.parameters[name].detach() for name in each.tensors}
+        gain = torch.ones_like(old[each.gain], dtype=torch.float64)
+        for name, value in each.values(old, gain).items():
+            edit.set_data_(found.parameters[name], value.to(old[name].dtype))
+        what = "gain and shift" if each.moves_shift else "gain"
+        edit.changed(each.path, f"{what} folded into {', '.join(dict.fromkeys(r.tensor for r in each.readers))}")
+    kept = [each.path for each in found.able if each.shift and not each.moves_shift]
+    if kept:
+        edit.note(f"the shift of {listing(kept)} stays, divided by the gain: it cannot move into biases exactly")
+    return found.eps if found.able else 0.0
 
 
 def _not_fixed(norm: nn.Module) -> str | None:

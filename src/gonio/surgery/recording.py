@@ -8,6 +8,7 @@ weight that compute it, whatever the modules are called. What the model computes
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -108,6 +109,20 @@ class Call:
         return Part.of(self.tensor, [self.start + c for c in channels], self.out_dim, self.bias, self.bias_start)
 
 
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """One call of a norm: the path of its module, the names of its gains, its input, and its result with its graph.
+
+    `over` are the modules whose calls ended before.
+    """
+
+    path: str
+    gains: tuple[str, ...]
+    x: Tensor
+    out: Tensor
+    over: frozenset[str]
+
+
 @dataclass
 class Run:
     """What was recorded, in the order of execution.
@@ -116,6 +131,9 @@ class Run:
         norms: the gains of norms.
         parameters: those of the model under all of their names, without those of wrappers.
         normed: results of norms.
+        gained: calls of the modules that are norms.
+        used: parameters that any function took.
+        began: by the path of a module, how many of its calls began.
         tables: parameters that are looked up, with the results.
         chosen: the scores of which the largest were chosen, for example by a router.
     """
@@ -125,6 +143,9 @@ class Run:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     norms: dict[str, None] = field(default_factory=dict)  # in order
     normed: list[Tensor] = field(default_factory=list)
+    gained: list[Normed] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    began: Counter[str] = field(default_factory=Counter)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
     chosen: list[tuple[str, Tensor]] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)  # by path, why attention there was not recorded
@@ -149,6 +170,7 @@ class Recorder(Products):
         if self._paused:
             return out
         operands = tensors_of(args, kwargs)
+        self._uses(operands)
         if name == "topk":
             self.run.chosen.append((self.stack[-1], operands[0]))
         elif isinstance(out, Tensor) and name == "embedding":
@@ -169,6 +191,9 @@ class Recorder(Products):
     def valued(self, product: Product) -> None:
         """Layers of values may be called after the softmax."""
         product.calls = len(self.run.calls)
+
+    def _uses(self, operands: list[Tensor]) -> None:
+        self.run.used.update(self._names[id(t)] for t in operands if id(t) in self._names)
 
     # layers
 
@@ -252,7 +277,7 @@ class Recorder(Products):
         if key not in self._known:
             stated = facts.facts_of(module).removes_scale
             self._paused = True
-            measured = None if stated is not None else facts.measure(_without_hooks(module), [shape]).removes_scale
+            measured = None if stated is not None else facts.measure(without_hooks(module), [shape]).removes_scale
             self._paused = False
             self._known[key] = bool(stated or measured)
         if not self._known[key]:
@@ -260,8 +285,13 @@ class Recorder(Products):
         self._paused = True
         gains = _gains_of(module, given[0])
         self._paused = False
-        self.run.norms.update(dict.fromkeys(self._names[id(module._parameters[n])] for n in gains))
-        return self._normed(given[0], out) if out.grad_fn is not None else None
+        names = tuple(self._names[id(module._parameters[n])] for n in gains)
+        self.run.norms.update(dict.fromkeys(names))
+        passed = self._normed(given[0], out)
+        of_input = not passed.requires_grad
+        over = frozenset(self.run.began) - frozenset(self.stack)
+        self.run.gained.append(Normed(self.stack[-1], names, given[0].detach(), passed.requires_grad_(), over))
+        return passed.clone() if of_input else passed  # the model may change it in place
 
     # attention
 
@@ -283,6 +313,7 @@ class Recorder(Products):
     def packed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch's attention, written out; recorded only if the written form gives the same result."""
         result = func(*args, **kwargs)
+        self._uses(tensors_of(args, kwargs))
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         a = given.arguments
@@ -330,7 +361,7 @@ def record(model: nn.Module, example: Any) -> Run:
         recorder = Recorder(plain)
         for site in sites(plain):
             module = site.module
-            ends.enter_context(module.register_forward_pre_hook(partial(_push, recorder.stack, site.path)))
+            ends.enter_context(module.register_forward_pre_hook(partial(_push, recorder, site.path)))
             if not module._modules and all(p.ndim < 2 for p in module.parameters()):
                 ends.enter_context(module.register_forward_hook(recorder._norm_hook, with_kwargs=True))
             if facts.facts_of(module).attends is not None:
@@ -342,7 +373,7 @@ def record(model: nn.Module, example: Any) -> Run:
     return recorder.run
 
 
-def _without_hooks(module: nn.Module) -> nn.Module:
+def without_hooks(module: nn.Module) -> nn.Module:
     plain = twin_of(module)
     plain._forward_hooks.clear()
     plain._forward_pre_hooks.clear()
@@ -354,7 +385,7 @@ def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
     own = {n: p.detach().clone().requires_grad_() for n, p in norm._parameters.items() if p is not None and p.ndim == 1}
     if not own:
         return []
-    out = torch.func.functional_call(_without_hooks(norm), own, (x.detach(),))
+    out = torch.func.functional_call(without_hooks(norm), own, (x.detach(),))
     found = torch.autograd.grad(out.sum(), list(own.values()), allow_unused=True)
     return [
         n
@@ -363,8 +394,9 @@ def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
     ]
 
 
-def _push(stack: list[str], path: str, *_: Any) -> None:
-    stack.append(path)
+def _push(recorder: Recorder, path: str, *_: Any) -> None:
+    recorder.stack.append(path)
+    recorder.run.began[path] += 1
 
 
 def _pop(stack: list[str], *_: Any) -> None:

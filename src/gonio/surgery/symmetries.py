@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ _EXPONENTS = {torch.float16: 3}  # of the powers of two of a trial, where the ra
 _SAME = {torch.float64: 1e-12}  # relative deviations of outputs; 1e-5 for other types
 _UNITS = "up and down"
 _ACTIVATION = "the activation is not positively homogeneous"
+Change = TypeVar("Change")
 _Grain = Literal["channel", "half", "pairs", "head", "block"]
 
 
@@ -109,7 +111,7 @@ def block_symmetries(
     """
     with evaluating(model) as plain:
         parameters = dict(plain.named_parameters())
-    found, trial = anatomy(model, example=example), _Trial(model, example, parameters)
+    found, trial = anatomy(model, example=example), _OfBlocks(model, example, parameters)
     left: dict[str, list[tuple[str, str]]] = {}
     able: list[list[Symmetry]] = []
     for why, options in _candidates(found, per_unit=per_unit):
@@ -124,7 +126,7 @@ def block_symmetries(
     for path, why in found.unknown.items():
         left.setdefault(why, []).append(("query, key, value and output", path))
     able.sort(key=lambda options: options[0].kind)
-    tried = _confirmed(trial, able)
+    tried = confirmed(trial, able)
     for options in [options for options, each in zip(able, tried, strict=True) if each is None]:
         left.setdefault("the outputs change if it moves", []).append((options[0].kind, options[0].path))
     chosen = tuple(each for each in tried if each is not None)
@@ -218,56 +220,53 @@ def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Par
 # --- confirmed by running ---------------------------------------------------------------------------------------------
 
 
-def _confirmed(trial: _Trial, able: list[list[Symmetry]]) -> list[Symmetry | None]:
-    """For each list of grains the first one that is confirmed."""
+def confirmed(trial: Trial[Change], able: list[list[Change]]) -> list[Change | None]:
+    """For each list of changes, such as the grains of a symmetry, the first one that is confirmed."""
     found = _held(trial, [options[0] for options in able])
     rest = [n for n, each in enumerate(found) if each is None and len(able[n]) > 1]
-    for n, each in zip(rest, _confirmed(trial, [able[n][1:] for n in rest]) if rest else (), strict=True):
+    for n, each in zip(rest, confirmed(trial, [able[n][1:] for n in rest]) if rest else (), strict=True):
         found[n] = each
     return found
 
 
-def _held(trial: _Trial, symmetries: list[Symmetry]) -> list[Symmetry | None]:
+def _held(trial: Trial[Change], changes: list[Change]) -> list[Change | None]:
     """Those that hold, and None for others; by halves where not all do."""
-    if not symmetries or trial.holds(symmetries):
-        return list(symmetries)
-    half = len(symmetries) // 2
-    return [*_held(trial, symmetries[:half]), *_held(trial, symmetries[half:])] if half else [None]
+    if not changes or trial.holds(changes):
+        return list(changes)
+    half = len(changes) // 2
+    return [*_held(trial, changes[:half]), *_held(trial, changes[half:])] if half else [None]
 
 
-class _Trial:
+class Trial(ABC, Generic[Change]):
     """Runs of a model with other values of its parameters, which the model keeps.
 
     Parameters of one value, such as a bias or a gain of 0 before training, get random ones, with which the outputs show
     what they do.
+
+    Attributes:
+        start: values of parameters with which the trials start, in the place of the model's own.
+        least: a relative deviation of the outputs that is rounding in any case.
     """
+
+    least = 0.0
 
     def __init__(self, model: nn.Module, example: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.model, self.example, self.parameters = model, example, parameters
         self._before: dict[bool, list[Tensor] | None] = {}
         random = generator(1, "symmetries")
-        self._random: dict[str, Tensor] = {}
+        self.start: dict[str, Tensor] = {}
         for name, p in parameters.items():
             value = p.detach()
             if value.numel() and why_not_dense(p) is None and bool((value == value.flatten()[0]).all()):
-                self._random[name] = value + 0.1 * torch.randn(value.shape, generator=random).to(value)
+                self.start[name] = value + 0.1 * torch.randn(value.shape, generator=random).to(value)
 
-    def holds(self, symmetries: Sequence[Symmetry]) -> bool:
-        """Whether the outputs stay with random factors, and with their inverses."""
-        random = generator(0, "symmetries")
-        most = min(_EXPONENTS.get(p.dtype, 20) for s in symmetries for p in map(self.parameters.__getitem__, s.tensors))
-        exponents = [
-            torch.randint(-most, most + 1, _shape(each), generator=random, dtype=torch.float64) for each in symmetries
-        ]
-        for sign in (1, -1):
-            factors = Factors(self.parameters)
-            for each, exponent in zip(symmetries, exponents, strict=True):
-                factors.scale_(each, torch.exp2(sign * exponent))
-            old = {name: self._random.get(name, self.parameters[name].detach()) for name in factors.names}
-            values = {name: value * factors.of(name) for name, value in old.items()}
-            if not all(self._stays(values, training=mode) for mode in (False, True)):
-                return False
-        return True
+    @abstractmethod
+    def holds(self, changes: Sequence[Change]) -> bool:
+        """Whether the outputs stay with random amounts of these changes, all at once."""
+
+    def value(self, name: str) -> Tensor:
+        """The value of a parameter in the trial, before a change."""
+        return self.start.get(name, self.parameters[name].detach())
 
     @property
     def why_not(self) -> str:
@@ -285,13 +284,14 @@ class _Trial:
             self._run({}, training=False)
         return seen.eps
 
-    def _stays(self, values: Mapping[str, Tensor], *, training: bool) -> bool:
+    def stays(self, values: Mapping[str, Tensor], *, training: bool) -> bool:
+        """Whether the outputs stay with these values."""
         before = self._unchanged(training=training)
         if before is None:
             return training  # a model that runs only in evaluation mode, or draws numbers that have no seed
         with suppress(Exception):  # a model can raise anything at weights that it does not take
             after = self._run(values, training=training)
-            return _same(before, after)
+            return _same(before, after, self.least)
         return False
 
     def _unchanged(self, *, training: bool) -> list[Tensor] | None:
@@ -301,8 +301,8 @@ class _Trial:
             with suppress(Exception):
                 first, second = (self._run({}, training=training) for _ in range(2))
                 self._before[training] = first if _same(first, second) else None
-            if self._before[training] is None and self._random and not training:
-                self._random, self._before = {}, {}  # the model does not take other values
+            if self._before[training] is None and self.start and not training:
+                self.start, self._before = {}, {}  # the model does not take other values
                 return self._unchanged(training=training)
         return self._before[training]
 
@@ -312,7 +312,7 @@ class _Trial:
             torch.default_generator.manual_seed(0)
             for index in devices:
                 torch.cuda.default_generators[index].manual_seed(0)
-            changed = {**self._random, **values}
+            changed = {**self.start, **values}
             tried = {name: nn.Parameter(value, requires_grad=False) for name, value in changed.items()}
             for module in plain.modules() if plain is not unwrapped(self.model) else ():
                 for hooks in (module._forward_hooks, module._forward_pre_hooks):  # gonio's only read
@@ -328,6 +328,24 @@ class _Trial:
         return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
+class _OfBlocks(Trial[Symmetry]):
+    def holds(self, changes: Sequence[Symmetry]) -> bool:
+        """Whether the outputs stay with random factors, and with their inverses."""
+        random = generator(0, "symmetries")
+        most = min(_EXPONENTS.get(p.dtype, 20) for s in changes for p in map(self.parameters.__getitem__, s.tensors))
+        exponents = [
+            torch.randint(-most, most + 1, _shape(each), generator=random, dtype=torch.float64) for each in changes
+        ]
+        for sign in (1, -1):
+            factors = Factors(self.parameters)
+            for each, exponent in zip(changes, exponents, strict=True):
+                factors.scale_(each, torch.exp2(sign * exponent))
+            values = {name: self.value(name) * factors.of(name) for name in factors.names}
+            if not all(self.stays(values, training=mode) for mode in (False, True)):
+                return False
+        return True
+
+
 class _Coarsest(TorchDispatchMode):
     eps = 0.0
 
@@ -338,8 +356,8 @@ class _Coarsest(TorchDispatchMode):
         return out
 
 
-def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return deviation(a, b).relative <= min(_SAME.get(x.dtype, 1e-5) for x in a)
+def _same(a: list[Tensor], b: list[Tensor], least: float = 0.0) -> bool:
+    return deviation(a, b).relative <= max(least, min(_SAME.get(x.dtype, 1e-5) for x in a))
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------
