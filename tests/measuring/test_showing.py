@@ -292,3 +292,15 @@ def test_a_difference_and_an_outline(kind: str) -> None:
     assert found["schema"] == f"gonio.{kind}/1"
     for row in found["tensors"]:
         check(row, f"tensors of {'a difference' if kind == 'difference' else 'an outline'}")
+
+
+def test_names_that_differ_in_the_middle_stay_apart() -> None:
+    state = {f"base_model.model.model.layers.{i}.mlp.down_proj.lora.weight": torch.randn(9, 9) for i in range(3)}
+    lines = [line.split()[0] for line in str(measure(state)).splitlines() if "down_proj" in line]
+    assert [line.endswith(f"layers.{i}.mlp.down_proj.lora") for i, line in enumerate(lines)] == [True] * 3
+
+
+def test_a_file_that_tells_no_filters_is_not_said_to_be_without_findings() -> None:
+    found = measure({"a": torch.randn(4), "b": torch.randn(3)})
+    assert found.verdict.startswith("Nothing was measured")
+    assert "No findings" not in str(found)

@@ -184,7 +184,7 @@ class Changes(Table[Agreement]):
         return self._page(whole=False, made=())
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
-        shown = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors))
+        shown = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors), every=self.tensors)
         return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:
