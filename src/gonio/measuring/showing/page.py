@@ -51,6 +51,7 @@ class LayerMap:
     Attributes:
         order: the place of each tensor in the model, by name.
         rules: the findings, by rule. `codes`: of each path (code, level, id of the finding).
+        undrawn: findings on what has no bar: (path, code, level, id of the finding).
         over: `depth`, or `the tensors` where their order in the model is not known.
         lanes, marks: charts over it. `stages`: the parts of the model below them.
     """
@@ -58,6 +59,7 @@ class LayerMap:
     order: Mapping[str, int]
     rules: tuple[RuleFindings, ...]
     codes: Mapping[str, list[tuple[str, str, str]]]
+    undrawn: Sequence[tuple[str, str, str, str]]
     over: str
     lanes: tuple[DrawnLane, ...]
     marks: Any
@@ -91,6 +93,7 @@ def layer_map(
     for rule in rules:
         for place in rule.places:
             codes.setdefault(place.path, []).append((rule.code, rule.level, place.id))
+    drawn = {tensor.path for tensor in tensors}
     levels = [max((level for _, level, _ in codes.get(t.path, ())), key=LEVELS.index, default="") for t in tensors]
     bars = runs(len(tensors))
     if len(bars) < len(tensors):
@@ -104,6 +107,7 @@ def layer_map(
         order={tensor.name: i for i, tensor in enumerate(tensors)},
         rules=rules,
         codes=codes,
+        undrawn=[(path, *one) for path, found in codes.items() if path and path not in drawn for one in found],
         over=over,
         lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels, over)) is not None) if levels else (),
         marks=marks(levels, f"findings over {over}: {said}, worst level of each: {flagged}") if flagged else "",
