@@ -60,6 +60,7 @@ def test_percentages_enter_the_history_as_ratios() -> None:
     assert [one.row for one in history.grown([made, later])] == [f"{END} · gonio"]
 
 
+@pytest.mark.slow
 def test_a_small_study_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.study.path_of", lambda name, *, quick: path_of(name, quick=quick, folder=tmp_path))
     assert main(["--quick"]) == 0

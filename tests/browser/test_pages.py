@@ -19,7 +19,11 @@ KINDS = [name for name in PAGES if name not in ("payloads", "large")]
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
-@pytest.mark.parametrize("name", KINDS)
+QUICK = {"measurements", "claims"}
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
+
+
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("scheme", [SCHEMES[0], pytest.param(SCHEMES[1], marks=pytest.mark.slow)])
 def test_axe_finds_nothing_and_nothing_is_wider_than_the_window(
     name: str, scheme: str, visit: Visit, violations: Callable[..., list[str]]
@@ -42,7 +46,7 @@ def test_axe_sees_a_page_without_names(visit: Visit, violations: Callable[..., l
     assert [one for one in violations(page) if one.startswith("svg-img-alt")]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SOME)
 def test_without_the_script_every_row_and_figure_is_shown(name: str, visit: Visit) -> None:
     bare, scripted = (visit(name, java_script_enabled=enabled) for enabled in (False, True))
     rows = bare.locator("table tbody tr")
@@ -52,7 +56,9 @@ def test_without_the_script_every_row_and_figure_is_shown(name: str, visit: Visi
     assert rows.evaluate_all(hidden) == 0
 
 
-@pytest.mark.parametrize("name", ["measurements", "differences", "study"])
+@pytest.mark.parametrize(
+    "name", ["differences", *(pytest.param(n, marks=pytest.mark.slow) for n in ("measurements", "study"))]
+)
 def test_print_has_the_text_of_every_column(name: str, visit: Visit, tmp_path: Path) -> None:
     pypdf = pytest.importorskip("pypdf", reason="needs pypdf: make browser")
     page = visit(name)

@@ -215,6 +215,7 @@ def test_the_command_on_the_page_repeats_the_study(given: dict[str, object], wor
     assert _command(["a"], given) == f"gonio compare a{words}"
 
 
+@pytest.mark.slow
 def test_failed_runs_make_the_result_partial(folder: Path) -> None:
     words = ["compare", "orthogonal-init", "--task", "tiny.py:tiny", "--model", "tiny.py:broken", "--seeds", "1"]
     result = shell(*words, cwd=folder)
@@ -229,7 +230,7 @@ def test_failed_runs_make_the_result_partial(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code", "message"),
-    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "interrupted")],
+    [(signal.SIGINT, 130, "Ctrl-C"), pytest.param(signal.SIGTERM, 75, "interrupted", marks=pytest.mark.slow)],
 )
 def test_an_interruption_has_its_code_and_can_be_resumed(
     folder: Path, number: signal.Signals, code: int, message: str
@@ -267,6 +268,7 @@ def _edit_plan(study: Path) -> None:
     (study / "plan.json").write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 def test_a_script_brings_its_own_training(folder: Path) -> None:
     (folder / "own_fit.py").write_text(SCRIPT)
     words = ["compare", "orthogonal-init", "--script", "own_fit.py:train", "--seeds", "2", "--metric", "size"]
@@ -279,6 +281,7 @@ def test_a_script_brings_its_own_training(folder: Path) -> None:
     assert "script own_fit.py:train, judged by its size (larger is better)" in dry.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_fails(folder: Path) -> None:
     (folder / "endless.py").write_text(SCRIPT.replace("return", "import time\n    time.sleep(600)\n    return"))
     options = ["--script", "endless.py:train", "--seeds", "1", "--run-timeout", "1", "-o", "endless"]

@@ -17,10 +17,12 @@ PAGES = [page for page in WRITTEN if page.name != "README.zh-CN.md" and "zh" not
 HEAVY = {  # what they run takes longer than ten seconds: `make test-slow` runs them whole
     "command-line.md",
     "any-model.md",
+    "claim.md",
     "compare.md",
     "fine-tuning.md",
     "recipes.md",
     "self-orthogonality.md",
+    "task.md",
     "width.md",
 }
 FENCE = re.compile(r"^```(?:console|bash)\n(.*?)^```", flags=re.M | re.S)

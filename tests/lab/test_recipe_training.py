@@ -98,6 +98,7 @@ def test_a_run_is_the_same_again_and_its_arms_differ() -> None:
     assert first[2].plan.splitlines()[2].split() == ["hold", "1", "0", "Conv2d", "hold_(norm=filters,", "step=fixed)"]
 
 
+@pytest.mark.slow
 def test_a_study_that_was_cut_short_gives_the_same_rows(tmp_path: Path) -> None:
     plan = plan_with(TURNED, HELD)
     whole = run(plan, tmp_path / "whole", jobs=1)

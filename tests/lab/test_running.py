@@ -175,6 +175,7 @@ def test_killed_and_continued_equals_uninterrupted(reference: tuple[RunRecord, .
     assert study.without_costs() == []
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_termination_keeps_what_is_finished(tmp_path: Path) -> None:
     folder = Study.create(tmp_path / "study", plan_of("slow_model", seeds=20)).path
     process = continue_study(folder)
@@ -362,6 +363,7 @@ def test_a_lost_ctrl_c_still_stops_the_study(noise_plan: StudyPlan, tmp_path: Pa
     assert len(Study.open(tmp_path).missing()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_ctrl_c_twice_in_a_terminal(pause: float, tmp_path: Path) -> None:
     """The second reaches the command at its first, second or last breath."""

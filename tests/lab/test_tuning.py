@@ -187,6 +187,7 @@ def test_a_tuned_study_end_to_end_and_again(tmp_path: Path) -> None:
         run(tiny_plan(10, seeds=1), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tuning_that_was_cut_short_goes_on_where_it_was(tmp_path: Path) -> None:
     plan = tiny_plan(4, seeds=1)
     whole = run(plan, tmp_path / "whole", jobs=1)

@@ -18,10 +18,13 @@ from torch.utils import backend_registration
 
 from laws.accelerator import CONTROLS, works
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="torch 2.6 has no devices that are written in Python",
-)
+pytestmark = [
+    pytest.mark.slow,  # one process runs every case
+    pytest.mark.skipif(
+        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="torch 2.6 has no devices that are written in Python",
+    ),
+]
 
 Found = dict[str, dict[str, list[str]] | str]
 ONCE = {"conv_orthogonality.py _symbols", "spectral_views.py to"}

@@ -18,6 +18,7 @@ import gonio
 from catalog import seeded
 from foreign import SHARDING_ON_A_CPU, STILL_STATISTICS
 from gonio import init
+from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
 from gonio.measuring.figures.signals import Signal
 from gonio.seeding import generator
@@ -152,7 +153,7 @@ def test_nothing_is_left_behind() -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     assert signals(model, seeded(5, 3, 8, 8)) == found  # a frozen model passes gradients all the same
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(InvalidArgumentError, match=r"measure\(batch=\) must be an input that the model takes"):
         measure(model, batch=seeded(4, 5, 4, 4))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert [m.training for m in model.modules()] == modes

@@ -56,6 +56,7 @@ def test_every_operator_exports() -> None:
     assert_same(_Beside([gnn.DecoupledLinear(4, 3, **options) for options in OPERATORS]), 3, 4)
 
 
+@pytest.mark.slow
 def test_every_kind_of_layer_exports() -> None:
     assert_same(
         nn.Sequential(

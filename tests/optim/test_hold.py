@@ -88,6 +88,7 @@ def test_norms_stay_in_every_layout(layer: str, norm: str, step: str) -> None:
     assert not torch.allclose(norms_of(weight, layout, norm), before, rtol=1e-3), "a negative control"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "norm", "tolerance"),
     [

@@ -87,6 +87,7 @@ def test_ensembles(member: str) -> None:
     torch.testing.assert_close(together, torch.stack([layer(x) for layer in layers]))
 
 
+@pytest.mark.slow
 @ONE
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_with_assignment_and_loading(member: str) -> None:

@@ -97,6 +97,7 @@ def test_damaged_files_give_the_results_or_are_refused(studies: list[Path], tmp_
     assert ends["plan.json", "refused"] > 0, ends
 
 
+@pytest.mark.slow
 def test_another_result_is_found(tmp_path: Path) -> None:
     """Negative control: a study whose runs are those of other seeds."""
     script = f"{OWN}:score_of_seed"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 import gonio
@@ -209,6 +210,31 @@ def _held_and_folded(model: nn.Module, x: Any) -> Any:
     return _Both(first, second)
 
 
+@torch.no_grad()
+def _recycled(model: nn.Module, x: Any) -> None:
+    """A dead filter and a duplicate are planted in each layer, and drawn anew: the same function as with them."""
+    planted: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight") if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) else None
+        if weight is None or is_lazy(weight) or weight.is_sparse or not weight.is_floating_point() or len(weight) < 4:
+            continue
+        for tensor in (weight, module._parameters.get("bias")):
+            if tensor is not None and id(tensor) not in planted:
+                planted[id(tensor)] = (tensor, tensor.detach().clone())
+                tensor[1], tensor[3] = 0, tensor[2]
+    try:
+        before = _outputs(model, x)
+        edited = gonio.recycle_(model, example=x)
+        moved = _relative(_outputs(model, x), before)
+        edited.undo_()
+        after = _outputs(model, x)
+    finally:
+        for tensor, value in planted.values():
+            tensor.copy_(value)
+    _expect(moved <= 1e-5, f"the function changed by {moved:.2g}")
+    _expect(all(map(torch.equal, after, before)), "the function after undo differs")
+
+
 @dataclass(frozen=True)
 class _Both:
     first: Any
@@ -243,6 +269,7 @@ VERBS = (
     Verb("balance_", lambda m, x: gonio.balance_(m), same=True),
     Verb("balance_(example=)", lambda m, x: gonio.balance_(m, example=x), same=True),
     Verb("balance_(level='layer')", lambda m, x: gonio.balance_(m, example=x, level="layer"), same=True),
+    Verb("recycle_ of planted filters", _recycled),
     Verb("swap_ of the same product, then fold_", _swapped_and_folded, same=True),
     Verb("hold_, then fold_", _held_and_folded, same=True),
     Verb("init_ lecun_", lambda m, x: gonio.init_(m, init.lecun_)),

@@ -58,6 +58,7 @@ def test_every_claim_is_listed_and_explained() -> None:
     assert "gonio reproduce gain-tanh" in text
 
 
+@pytest.mark.slow
 def test_a_dry_run_trains_nothing_to_the_end(claim: str, tmp_path: Path) -> None:
     found = shell("reproduce", claim, "--dry-run", "-o", str(tmp_path / "out"))
     assert found.returncode == 0

@@ -33,6 +33,7 @@ def test_every_claim_has_its_place_and_every_picture_is_shown() -> None:
     assert shown == {path.stem for path in (ROOT / "docs" / "claims" / "images").glob("*.svg")}
 
 
+@pytest.mark.slow
 def test_a_changed_number_makes_a_page_stale(
     builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
