@@ -58,6 +58,8 @@ def read(path: str) -> Checkpoint:
     files = files_in(file)[0] if file.is_dir() else [file]
     if not files[0].exists():
         raise absent(path)
+    state: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     if len(files) > 1 or files[0].is_dir() or files[0].name.endswith(".index.json"):
         state, metadata = _parts(files)
     else:

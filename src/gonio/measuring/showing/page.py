@@ -93,7 +93,7 @@ def layer_map(
     for rule in rules:
         for place in rule.places:
             codes.setdefault(place.path, []).append((rule.code, rule.level, place.id))
-    drawn = {tensor.path for tensor in tensors}
+    barred = {tensor.path for tensor in tensors}
     levels = [max((level for _, level, _ in codes.get(t.path, ())), key=LEVELS.index, default="") for t in tensors]
     bars = runs(len(tensors))
     if len(bars) < len(tensors):
@@ -107,7 +107,7 @@ def layer_map(
         order={tensor.name: i for i, tensor in enumerate(tensors)},
         rules=rules,
         codes=codes,
-        undrawn=[(path, *one) for path, found in codes.items() if path and path not in drawn for one in found],
+        undrawn=[(path, *one) for path, found in codes.items() if path and path not in barred for one in found],
         over=over,
         lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels, over)) is not None) if levels else (),
         marks=marks(levels, f"findings over {over}: {said}, worst level of each: {flagged}") if flagged else "",
