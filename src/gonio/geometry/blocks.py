@@ -141,11 +141,15 @@ def row_norms(matrix: Tensor) -> Tensor:
 
     Squares are summed in float64, at the scale of the row's largest entry where float64 itself overflows.
     """
-    found = []
-    for rows in matrix.split(max(1, BLOCK // matrix.shape[1])):
-        parts = [torch.linalg.vector_norm(part.double(), dim=1) for part in rows.split(BLOCK, dim=1)]
-        found.append(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0))
-    norms = torch.cat(found)
+    # Results go into tensors that are there: small ones between large temporaries would make the heap grow.
+    count, width = matrix.shape
+    norms, step = torch.empty(count, dtype=torch.float64, device=matrix.device), max(1, BLOCK // width)
+    for start in range(0, count, step):
+        rows = matrix[start : start + step]
+        parts = torch.empty(-(-width // BLOCK), len(rows), dtype=torch.float64, device=matrix.device)
+        for part, columns in zip(parts, rows.split(BLOCK, dim=1), strict=True):
+            part.copy_(torch.linalg.vector_norm(columns.double(), dim=1))
+        norms[start : start + step] = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(parts, dim=0)
     if matrix.dtype == torch.float64:
         for row in (norms == torch.inf).nonzero().flatten().tolist():
             scale = matrix[row].abs().amax()

@@ -314,12 +314,13 @@ def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
     powers = 2.0 ** torch.arange(search.bits).expand_as(places)
     reading = torch.zeros(search.bands, search.pool).scatter_(1, places, powers).mT.to(unit)
     signed = [unit] if search.mean is None else [unit - search.mean, -unit - search.mean]
-    keys = []
-    for part in (part for vectors in signed for part in vectors.split(ROW_CHUNK)):
+    keys = torch.empty(len(signed) * len(unit), search.bands, dtype=torch.int32, device=unit.device)
+    parts = (part for vectors in signed for part in vectors.split(ROW_CHUNK))
+    for rows, part in zip((r for k in keys.split(len(unit)) for r in k.split(ROW_CHUNK)), parts, strict=True):
         projections = part @ normals
         bits = torch.ge(projections, 0, out=projections)  # 1 or 0, as numbers
-        keys.append((bits @ reading).to(torch.int32))
-    joined = torch.cat(keys).mT.contiguous()
+        rows.copy_(bits @ reading)
+    joined = keys.mT.contiguous()
     return torch.minimum(joined, (1 << search.bits) - 1 - joined) if search.mean is None else joined
 
 
