@@ -18,7 +18,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[tuple[str, str]] = []  # (innermost element, text)
         self.open: list[str] = []
-        self.feed(html)
+        self.feed(html.replace("<wbr>", ""))  # where a line may break: no part of a text
         self.close()
         if self.open:
             raise ValueError(f"never closed: {self.open}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -83,6 +85,21 @@ def large(layers: int = 1000) -> str:
     return replace(found, tensors=tuple(rows), findings=tuple(findings)).to_html()
 
 
+def paths() -> str:
+    """A file of a transformer: long names of layers, one of which is far from its siblings."""
+    draw = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(5)]
+    state = {name: torch.randn(12, 20, generator=draw) for name in names}
+    state[names[3]] *= 100
+    return gonio.measure(state).to_html()
+
+
+def treated() -> str:
+    with TemporaryDirectory() as folder:
+        treatment = gonio.doctor(network(), batch=torch.ones(2, 3, 32, 32))
+        return treatment.page(Path(folder) / "page.html").read_text(encoding="utf-8")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "measurements": measured,
     "differences": lambda: gonio.measure(network(), moved(1)).to_html(),
@@ -93,4 +110,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "study": lambda: html(results(("orthogonal-init", "a-recipe-with-quite-a-long-name-" * 4), layers=1)),
     "payloads": lambda: html(results(tuple(PAYLOADS[::4]), seeds=1, layers=1)),
     "large": large,
+    "paths": paths,
+    "doctor": treated,
 }

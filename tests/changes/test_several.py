@@ -138,3 +138,11 @@ def test_every_key_of_the_json_is_documented() -> None:
     assert list(made) == list(tables["gonio.changes/1"])
     assert list(made["whole"]) == list(made["tensors"][0]) == list(tables["tensors of changes"])
     assert list(made["models"][0]["depth"][0]) == list(tables["depth of a difference"])
+
+
+def test_the_verdict_counts_findings_of_a_model_in_the_layers_that_changed() -> None:
+    start = {"a.weight": torch.eye(4), "b.weight": torch.eye(4)}
+    found = measure(start, *({**start, "a.weight": factor * torch.eye(4)} for factor in (9, -9)))
+    assert [f.code for f in found.all_findings].count("G502") == 2
+    assert "in 1 of 1 changed tensor" in found.verdict
+    assert "other tensor" not in found.verdict

@@ -268,3 +268,13 @@ def test_tied_tensors_keep_their_own_names() -> None:
         for row in gonio.check({"model": {"a.weight": tied, "b.weight": tied}, "ema": {"a.weight": tied}}).tensors
     }
     assert names == {"a.weight", "b.weight", "ema.a.weight"}
+
+
+def test_the_text_says_what_a_finding_is_and_what_to_do() -> None:
+    tensors = state()
+    next(iter(tensors.values())).view(-1)[0] = torch.nan
+    said = " ".join(str(gonio.check(tensors)).split())
+    assert "error G001: " in said
+    assert " is NaN or infinite, the first at " in said
+    finding = gonio.check(tensors).findings[0]
+    assert f"What to do: {finding.do}" in said

@@ -17,7 +17,8 @@ from torch import nn
 import gonio
 from cli.shell import invoke, write_task
 from gonio import models
-from gonio.cli.checkpoint import Checkpoint, read, write
+from gonio.cli.checkpoint import Checkpoint, read, restored_model, write
+from gonio.errors import NotApplicableError
 
 RECIPE = "name: normed\nparametrize:\n  - {where: 'type:Linear', use: WeightNorm}\n"
 MODEL = ("--model", "digits-cnn")
@@ -217,3 +218,34 @@ def test_a_parametrized_checkpoint_without_its_recipe_says_what_it_holds(plain: 
     assert result.exit_code == 3
     assert "Its weights are parametrized (WeightStandardization): pass --recipe, or a factory" in result.stderr
     assert not Path("out.pt").exists()
+
+
+def test_what_trainers_write_loads_into_its_model(plain: nn.Module) -> None:
+    """`model.pth.tar` of data parallel training, and a folder with the model's file."""
+    state = plain.state_dict()
+    torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in state.items()}}, "best.pth.tar")
+    Path("folder").mkdir()
+    save_file(state, "folder/model.safetensors")
+    Path("shards").mkdir()
+    halves = [dict(list(state.items())[part::2]) for part in (0, 1)]
+    for i, half in enumerate(halves, start=1):
+        save_file(half, f"shards/model-0000{i}-of-00002.safetensors")
+    for source in ("best.pth.tar", "folder", "shards"):
+        restored = restored_model(read(source), "digits-cnn").state_dict()
+        assert all(torch.equal(restored[name], tensor) for name, tensor in state.items()), source
+
+
+def test_a_tied_weight_that_a_file_names_once_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tied.py").write_text(
+        "from torch import nn\n\ndef net():\n"
+        "    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))\n"
+        "    model[1].weight = model[0].weight\n    return model\n"
+    )
+    save_file({"0.weight": torch.arange(24.0).view(6, 4)}, "tied.safetensors")
+    model = restored_model(read("tied.safetensors"), "tied.py:net")
+    assert model[1].weight is model[0].weight
+    assert model[1].weight[5, 3] == 23
+    save_file({"1.bias": torch.zeros(6)}, "other.safetensors")
+    with pytest.raises(NotApplicableError, match=r"missing \(0.weight, 1.weight\)"):
+        restored_model(read("other.safetensors"), "tied.py:net")

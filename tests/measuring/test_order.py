@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import gonio
 
@@ -65,3 +67,26 @@ def test_two_files_in_the_same_order(tmp_path: Path) -> None:
     save_file(state, path)
     found = gonio.measuring.difference(tmp_path / "a" / "model.safetensors", tmp_path / "b" / "model.safetensors")
     assert [row.name for row in found.moved] == weights(*BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("names", "over"),
+    [
+        (BLOCKS, "depth"),
+        (["body", "head", "stem"], "the tensors"),
+        (["encoder.0", "encoder.1", "decoder.0", "decoder.1"], "the tensors"),
+    ],
+)
+def test_a_page_speaks_of_depth_only_where_the_order_is_known(names: list[str], over: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, weights(*names))
+    state = {name: tensor * 1.5 for name, tensor in load_file(path).items()}
+    for page in (gonio.measure(path).to_html(), gonio.measure(path, state).to_html()):
+        assert f">Over {over}</h2>" in page
+        assert (">Over depth<" in page) == (over == "depth")
+        assert f"norm over {over}: " in page or f"change over {over}: " in page
+
+
+def test_a_model_has_a_depth() -> None:
+    model = nn.Sequential()
+    model.body, model.stem = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert ">Over depth</h2>" in gonio.measure(model).to_html()

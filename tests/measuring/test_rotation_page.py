@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 import gonio
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import Equilibrium
+from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import advice, layer_rotations
+from gonio.pages.tables import number
 from html_reader import Page
 from measuring.nets import tracked
 
@@ -110,3 +113,18 @@ def test_the_page() -> None:
     assert page.count("<svg") == 2 + 2  # curves over time, and two lanes over depth
     fragment = tracker._repr_html_()
     assert fragment.startswith('<div class="gonio">')
+
+
+def test_angles_are_in_degrees_and_the_verdict_comes_first() -> None:
+    tracker = tracked(steps=6)
+    page = tracker.to_html()
+    assert page.index('class="verdict"') < page.index('class="note"')
+    assert f"<td>{number(math.degrees(tracker.rotations[0].rotation))}</td>" in page
+
+
+def test_a_reason_that_all_layers_share_is_said_once() -> None:
+    measured = [row for layer in "abc" for row in rows(layer, [0.05] * 10, 0.01)]
+    expected = dict.fromkeys("abc", Equilibrium(0.01, 5.0))
+    page = training_page(measured, layer_rotations(measured, None, expected), whole=True)
+    assert page.count("the model cannot be traced") == 1
+    assert "All layers: not known to be scale-invariant" in page

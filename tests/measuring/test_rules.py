@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.measuring import Measurements, Suppression, explain, measure
+from gonio.measuring import Measurements, Suppression, check, explain, measure
 from gonio.measuring.findings.rules import ADVICE, LEVELS, RULES, WEIGHT_RULES, measured_rates, rule_texts
 from html_reader import Page
 
@@ -202,3 +202,20 @@ def test_a_code_or_selector_that_is_none_is_refused() -> None:
         Suppression(per_layer=[("head", ("E501",))])
     with pytest.raises(InvalidArgumentError, match="regular expression"):
         Suppression(per_layer=[("re:(", ("G101",))])
+
+
+def test_a_matrix_far_from_its_siblings_is_found_as_by_a_check() -> None:
+    """The two commands that a reader tries first agree."""
+    state = {f"layers.{i}.down.weight": weight(seed=i) * (100 if i == 3 else 1) for i in range(6)}
+    found = measure(state).findings
+    assert [(f.code, f.path) for f in found] == [("G709", "layers.3.down")]
+    assert found == check(state).findings
+    del state["layers.3.down.weight"]
+    assert measure(state).findings == ()
+
+
+def test_factors_of_adapters_are_not_compared_with_siblings() -> None:
+    state = {f"layers.{i}.down.lora_{part}.weight": weight(seed=i)[:8] for i in range(6) for part in "AB"}
+    state["layers.3.down.lora_A.weight"] *= 100
+    state = {k: v.T.contiguous() if "lora_B" in k else v for k, v in state.items()}
+    assert "G709" not in {f.code for f in measure(state).findings}

@@ -77,7 +77,7 @@ def test_the_page_is_one_file_with_every_figure() -> None:
     found = measure(model())
     read = Page(found.to_html())
     assert len(read.may_run()) == 1
-    assert {"0", "2", "3"} <= {text for tag, text in read.texts if tag == "th"}
+    assert {"0", "2", "3"} <= {text for tag, text in read.texts if tag in ("th", "span")}
     assert found.coverage in read.text
     assert all(a.get("aria-label") for tag, a in read.tags if tag == "svg")
     assert all(a.get("scope") for tag, a in read.tags if tag == "th")
@@ -292,3 +292,29 @@ def test_a_difference_and_an_outline(kind: str) -> None:
     assert found["schema"] == f"gonio.{kind}/1"
     for row in found["tensors"]:
         check(row, f"tensors of {'a difference' if kind == 'difference' else 'an outline'}")
+
+
+def test_names_that_differ_in_the_middle_stay_apart() -> None:
+    state = {f"base_model.model.model.layers.{i}.mlp.down_proj.lora.weight": torch.randn(9, 9) for i in range(3)}
+    lines = [line.split()[0] for line in str(measure(state)).splitlines() if "down_proj" in line]
+    assert [line.endswith(f"layers.{i}.mlp.down_proj.lora") for i, line in enumerate(lines)] == [True] * 3
+
+
+def test_a_file_that_tells_no_filters_is_not_said_to_be_without_findings() -> None:
+    found = measure({"a": torch.randn(4), "b": torch.randn(3)})
+    assert found.verdict.startswith("Nothing was measured")
+    assert "No findings" not in str(found)
+
+
+def test_a_finding_on_a_vector_is_named_at_the_chart() -> None:
+    """A norm has no bar that could be coloured."""
+    state = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict()
+    page = measure(state).to_html()
+    assert "Without a bar" not in page
+    state["1.running_var"][2] = -1
+    page = measure(state).to_html()
+    place = re.search(
+        r'Without a bar, because they have no filters: 1\.running_var<a class="badge error" href="#(\w+)">', page
+    )
+    assert place is not None
+    assert f'<li id="{place[1]}">' in page

@@ -17,8 +17,10 @@ import gonio
 from gonio.cli.app import check_folder
 from gonio.cli.inputs import build_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.reading.source import absent
-from gonio.measuring.reading.torch_files import state_of_torch
+from gonio.measuring.reading.entry import clean_names
+from gonio.measuring.reading.shards import open_parts
+from gonio.measuring.reading.source import absent, files_in, open_file
+from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
 from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
 
@@ -53,10 +55,16 @@ class Checkpoint:
 def read(path: str) -> Checkpoint:
     """Read a checkpoint as data; no code in it runs."""
     file = Path(path)
-    if not file.is_file():
+    files = files_in(file)[0] if file.is_dir() else [file]
+    if not files[0].exists():
         raise absent(path)
-    _check_suffix(path)
-    state, metadata = _safetensors(file) if file.suffix == ".safetensors" else _torch(file)
+    state: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    if len(files) > 1 or files[0].is_dir() or files[0].name.endswith(".index.json"):
+        state, metadata = _parts(files)
+    else:
+        _check_suffix(files[0].name, (".safetensors", *SUFFIXES))
+        state, metadata = _safetensors(files[0]) if files[0].suffix == ".safetensors" else _torch(files[0])
     seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
     text, expected = metadata.get(_RECIPE), metadata.get(_HASH)
     recipe = Recipe.from_yaml(text, origin=f"the recipe in {path}") if isinstance(text, str) else None
@@ -104,9 +112,17 @@ def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None =
 
 
 def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load every tensor; none may be missing or unexpected."""
+    """Load every tensor; none may be missing or unexpected.
+
+    A file of transformers names a tied weight once; one of data parallel training has `module.` before all names.
+    """
+    own, state = model.state_dict(keep_vars=True), checkpoint.state
+    if not own.keys() & state.keys():
+        state = {clean: state[name] for name, clean in clean_names(state).items()}
+    known = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    tied = {name: known[id(tensor)] for name, tensor in own.items() if id(tensor) in known}
     try:
-        model.load_state_dict(dict(checkpoint.state), strict=True)
+        model.load_state_dict({**tied, **state}, strict=True)
     except (RuntimeError, TypeError, ValueError) as error:
         found = _differs(model.state_dict(), checkpoint.state) or f"{error!s:.300}"
         do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
@@ -138,11 +154,19 @@ def check_target(path: str) -> None:
     check_folder(path)
 
 
-def _check_suffix(path: str) -> None:
-    if Path(path).suffix not in _SUFFIXES:
+def _check_suffix(path: str, known: tuple[str, ...] = _SUFFIXES) -> None:
+    if Path(path).suffix not in known:
         raise InvalidArgumentError(
-            f"a checkpoint ends in {listing(_SUFFIXES)}", repr(Path(path).suffix), "Use .safetensors."
+            f"a checkpoint ends in {listing(known)}", repr(Path(path).suffix), "Use .safetensors."
         )
+
+
+def _parts(files: list[Path]) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """The tensors of a checkpoint in several files."""
+    opened = open_file(files[0]) if len(files) == 1 else open_parts(files)
+    if opened.refusal is not None:
+        raise opened.refusal
+    return {name: stored.load() for name, stored in opened.stored.items()}, {}
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:

@@ -82,6 +82,8 @@ class Measurements(Table[TensorMeasurement]):
     @property
     def verdict(self) -> str:
         """What was found, and where, as a sentence."""
+        if not self.layers and not self.findings:
+            return "Nothing was measured: the source tells of no tensor how its filters lie in it."
         return verdict(self.findings, [layer.path for layer in self.layers])
 
     @property
@@ -177,7 +179,7 @@ class Measurements(Table[TensorMeasurement]):
             "measurements.html.j2",
             whole=whole,
             m=self,
-            map=layer_map(self.layers, self.findings, lanes, shown),
+            map=layer_map(self.layers, self.findings, lanes, shown, every=self.tensors),
             layers=shown,
             groups=groups,
             said=said,

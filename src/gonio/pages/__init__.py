@@ -49,6 +49,10 @@ def environment(package: str) -> Environment:
     def shown(value: object) -> object:
         return value if isinstance(value, (Markup, int, float, jinja2.Undefined)) else redact(value)
 
+    def breakable(path: str) -> Markup:
+        """A path that a narrow page breaks behind its dots and underscores."""
+        return Markup(re.sub(r"(?<=[._])(?=\w)", "<wbr>", str(Markup.escape(redact(path)))))
+
     own = jinja2.PackageLoader("gonio.pages")
     made = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(package), own]),
@@ -61,7 +65,9 @@ def environment(package: str) -> Environment:
     )
     # The package's own files, so they may stand in the page as they are.
     style, script = (own.get_source(made, name)[0] for name in ("style.css", "script.js"))
-    made.globals.update(style=Markup(style), script=Markup(script), policy=_policy(style, script), plain=plain)
+    made.globals.update(
+        style=Markup(style), script=Markup(script), policy=_policy(style, script), plain=plain, breakable=breakable
+    )
     return made
 
 

@@ -90,11 +90,12 @@ class DrawnLane:
     svg: Any
 
 
-def depth_lane(lane: Lane, levels: Sequence[str]) -> DrawnLane | None:
+def depth_lane(lane: Lane, levels: Sequence[str], over: str = "depth") -> DrawnLane | None:
     """The lane as SVG; None if no layer has a value.
 
     Args:
         levels: of each layer's worst finding, "" for none.
+        over: what the bars follow, for the title.
     """
     every = [
         *lane.middles,
@@ -113,7 +114,7 @@ def depth_lane(lane: Lane, levels: Sequence[str]) -> DrawnLane | None:
     marks += [_ticks(other, ("c6", "c3", "c4", "c7")[i % 4], 3.0) for i, other in enumerate(lane.others, start=1)]
     marks += [_ticks(lane.middles, "ink", 2.0)] if lane.ranges else []
     top, bottom = number(y.high), number(y.low)
-    title = f"{lane.title} over depth: {lane.note}; from {bottom} to {top}"
+    title = f"{lane.title} over {over}: {lane.note}; from {bottom} to {top}"
     picture = Picture(title, Axis(0.0, len(levels)), y, tuple(marks))
     return DrawnLane(lane.title, lane.note, top, bottom, bare(picture, WIDTH, HEIGHT, digits=1))
 

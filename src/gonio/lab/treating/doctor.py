@@ -170,7 +170,7 @@ def _statistics(model: nn.Module | None) -> set[str]:
 def _reported(found: Measurements) -> Treatment:
     """The treatments of a source without modules, none of which can be applied."""
     plan, untreated = _prescribed(found, None)
-    why = "it takes the model's modules: pass the model of the checkpoint"
+    why = "it takes the model's modules: pass the model of the checkpoint (on the command line --model)"
     steps = [Step(p.verb, dict(p.options), _codes(treats), "not applied", why, cannot=p.cannot) for p, treats in plan]
     return Treatment(found.source, found, found, tuple(steps), untreated)
 

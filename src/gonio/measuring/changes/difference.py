@@ -221,7 +221,7 @@ class Differences(Table[TensorDifference]):
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
         rows, (groups, shown, said) = self.moved, self._shown(PAGE)
-        mapped = layer_map(rows, self.findings, changed_lanes(rows), shown)
+        mapped = layer_map(rows, self.findings, changed_lanes(rows), shown, every=self.tensors)
         parts = {"rows": shown, "groups": groups, "said": said, "blocks": self.depth[: PAGE.most]}
         return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=mapped, **parts)
 

@@ -127,7 +127,8 @@ class Changes(Table[Agreement]):
         """How far the changes agree, and what was found, as a sentence."""
         whole, many = self.whole, len(self.models)
         pairs = [c for i, row in enumerate(whole.cosines) for c in row[:i] if c is not None]
-        found = verdict(self.all_findings, [tensor.path for tensor in self.tensors], "changed tensor")
+        plainly = [*self.findings, *(finding for model in self.models for finding in model.findings)]
+        found = verdict(plainly, [tensor.path for tensor in self.tensors], "changed tensor")
         if not pairs:
             return f"The changes of {many} models could not be compared. {found}"
         low, high = _cosine(min(pairs)), _cosine(max(pairs))
@@ -184,7 +185,7 @@ class Changes(Table[Agreement]):
         return self._page(whole=False, made=())
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
-        shown = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors))
+        shown = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors), every=self.tensors)
         return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS, made=made, map=shown)
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from gonio.measuring.checking.places import Content, Inventory, Problem, invento
 from gonio.measuring.checking.rules import checked, with_siblings
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.exports import counted, json_data
-from gonio.measuring.findings.rules import LEVELS, Finding
+from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.entry import INTEGERS, dtype_named
 from gonio.measuring.reading.source import name_of, small_json
 from gonio.measuring.showing.table import Table
@@ -171,13 +171,15 @@ class CheckResult(Table[TensorCheck]):
         for finding in self.findings:
             groups.setdefault(finding.code, []).append(finding)
         for code, group in groups.items():
-            yield Text(f"{group[0].level:5} {code}: {counted(len(group), 'finding')}", style="bold")
+            title = RULES[code].text.title
+            yield Text(f"{group[0].level:5} {code}: {title} ({counted(len(group), 'finding')})", style="bold")
             for finding in group[:_SHOWN]:
                 yield Text(f"  {plain(finding.path, longest=200) or 'the files'}: {plain(finding.found, longest=500)}")
             if len(group) > _SHOWN:
                 yield Text(f"  and {len(group) - _SHOWN} more")
+            yield Text(f"  What to do: {group[0].do}", style="dim")
         if groups:
-            yield Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim")
+            yield Text("Run `gonio explain CODE` for what a finding means.", style="dim")
 
 
 def _large(count: int) -> str:

@@ -30,6 +30,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.prescriptions import prescriptions, success_rate
+from gonio.measuring.findings.siblings import Place, places
 from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
 
 PLACES = 8  # findings of one rule that a terminal shows
@@ -113,6 +114,7 @@ class FindingRule(Generic[Subject]):
 
 
 WEIGHT_RULES: dict[str, FindingRule[TensorMeasurement]] = {}
+SIBLING_RULES: dict[str, FindingRule[Place]] = {}
 ADVICE: dict[str, FindingRule[ModelFacts]] = {}
 RULES: dict[str, FindingRule[Any]] = {}  # on all subjects, those of other files too
 
@@ -172,6 +174,9 @@ class Suppressed:
 def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
     made = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
+    judged = [t for t in tensors if t.frobenius is not None and t.kind not in (FACTOR, LOW_RANK)]
+    placed = places((t.name, t.shape, t.frobenius or 0.0) for t in judged)
+    made += findings_by(SIBLING_RULES, ((placed[t.name], t.path) for t in judged if t.name in placed))
     return worst_first([*made, *(findings_by(ADVICE, [(facts, "")]) if facts is not None else ())])
 
 
@@ -357,6 +362,11 @@ def _one_direction(t: TensorMeasurement) -> str | None:
 # --- a model and its training ----------------------------------------------------------------------------------------
 
 SMALL = 8  # samples, below which [Wu and He 2018, table 2] sees batch normalisation fail
+
+
+@rule("G709", SIBLING_RULES)
+def _unlike_siblings(place: Place) -> str | None:
+    return place.found if place.ratio else None  # a layer that is 0 is G101
 
 
 def _listed(norms: list[NormUse]) -> str:

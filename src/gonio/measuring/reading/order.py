@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from gonio.measuring.reading.entry import StoredTensor
 
@@ -21,6 +21,19 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """
     parts = (part for part in _NUMBER.split(name) if part)
     return tuple((0, int(part), "") if part.isdecimal() and len(part) < 20 else (1, 0, part) for part in parts)
+
+
+def tells_depth(names: Sequence[str]) -> bool:
+    """Whether tensors in this order are in the order of a model: in another than that of their names, or numbered.
+
+    Example:
+        >>> from gonio.measuring.reading.order import tells_depth
+        >>> names = ["layers.0.down", "layers.1.down"], ["stem", "body"], ["body", "stem"]
+        >>> tuple(map(tells_depth, names))
+        (True, True, False)
+    """
+    stacks = {_NUMBER.split(name)[0] if _NUMBER.search(name) else name for name in names}
+    return len(stacks) < 2 or list(names) != sorted(names, key=natural)
 
 
 def in_depth_order(stored: Mapping[str, StoredTensor], vocabulary: int | None = None) -> dict[str, StoredTensor]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
+from gonio.measuring.reading.order import tells_depth
 from gonio.measuring.showing.table import Column
 from gonio.pages import render as rendered
 from gonio.pages.charts import DrawnLane, Lane, depth_lane, marks, runs, stages
@@ -50,12 +51,16 @@ class LayerMap:
     Attributes:
         order: the place of each tensor in the model, by name.
         rules: the findings, by rule. `codes`: of each path (code, level, id of the finding).
-        lanes, marks: charts over depth. `stages`: the parts of the model below them.
+        undrawn: findings on what has no bar: (path, code, level, id of the finding).
+        over: `depth`, or `the tensors` where their order in the model is not known.
+        lanes, marks: charts over it. `stages`: the parts of the model below them.
     """
 
     order: Mapping[str, int]
     rules: tuple[RuleFindings, ...]
     codes: Mapping[str, list[tuple[str, str, str]]]
+    undrawn: Sequence[tuple[str, str, str, str]]
+    over: str
     lanes: tuple[DrawnLane, ...]
     marks: Any
     stages: Sequence[tuple[str, int]]
@@ -67,13 +72,19 @@ def render(template: str, *, whole: bool, **values: Any) -> str:
 
 
 def layer_map(
-    tensors: Sequence[Any], findings: Sequence[Finding], lanes: Sequence[Lane], shown: Sequence[Any] | None = None
+    tensors: Sequence[Any],
+    findings: Sequence[Finding],
+    lanes: Sequence[Lane],
+    shown: Sequence[Any] | None = None,
+    *,
+    every: Sequence[Any] = (),
 ) -> LayerMap:
-    """The map of these tensors, which are in the order of the model.
+    """The map of these tensors.
 
     Args:
         tensors: rows with a `name` and a `path`. `shown`: those that have a row on the page; None for all.
         lanes: figures with one entry per tensor.
+        every: of a file, all its tensors, those without figures too: whether their order is that of the model.
     """
     on_page = {tensor.path for tensor in (tensors if shown is None else shown)}
     rows = {tensor.path: f"t{i}" for i, tensor in enumerate(tensors) if tensor.path in on_page}
@@ -82,20 +93,24 @@ def layer_map(
     for rule in rules:
         for place in rule.places:
             codes.setdefault(place.path, []).append((rule.code, rule.level, place.id))
+    barred = {tensor.path for tensor in tensors}
     levels = [max((level for _, level, _ in codes.get(t.path, ())), key=LEVELS.index, default="") for t in tensors]
     bars = runs(len(tensors))
     if len(bars) < len(tensors):
         lanes = [lane.binned(bars) for lane in lanes]
         levels = [max((levels[i] for i in run), key=lambda level: (level != "", LEVELS.index(level) if level else 0))
                   for run in bars]  # fmt: skip
+    over = "depth" if tells_depth([tensor.name for tensor in every]) else "the tensors"
     said = f"{len(tensors)} layers" + (f", {len(bars[0])} to a bar" if len(bars) < len(tensors) else "")
     flagged = ", ".join(f"{n} {level}" for level in reversed(LEVELS) if (n := levels.count(level)))
     return LayerMap(
         order={tensor.name: i for i, tensor in enumerate(tensors)},
         rules=rules,
         codes=codes,
-        lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels)) is not None) if levels else (),
-        marks=marks(levels, f"findings over depth: {said}, worst level of each: {flagged}") if flagged else "",
+        undrawn=[(path, *one) for path, found in codes.items() if path and path not in barred for one in found],
+        over=over,
+        lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels, over)) is not None) if levels else (),
+        marks=marks(levels, f"findings over {over}: {said}, worst level of each: {flagged}") if flagged else "",
         stages=stages([tensor.path for tensor in tensors]),
     )
 

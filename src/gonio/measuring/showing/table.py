@@ -174,7 +174,16 @@ def tensor_table(
         fitting.add(column.name)
     shown = [column for column in columns if column.name in fitting]
     table = bare_table(first, [column.title for column in shown], min_width=min(longest, 12))
-    for tensor in tensors:
-        name = Text(shorten(tensor.path, longest=longest), style="dark_orange3" if tensor.path in flagged else "")
+    names = [shorten(tensor.path, longest=longest) for tensor in tensors]
+    if len(set(names)) < len({tensor.path for tensor in tensors}):  # what differs is in the middle: show the end
+        names = [_ending(tensor.path, longest) for tensor in tensors]
+    for tensor, short in zip(tensors, names, strict=True):
+        name = Text(short, style="dark_orange3" if tensor.path in flagged else "")
         table.add_row(name, *(Text(column.cell(tensor)) for column in shown))
     return table
+
+
+def _ending(path: str, longest: int) -> str:
+    """The end of a path of more than `longest` characters, after …."""
+    line = " ".join(plain(path).split())
+    return line if len(line) <= longest else f"…{line[len(line) - longest + 1 :]}"

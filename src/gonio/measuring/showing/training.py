@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import degrees
 from typing import Any
 
 from gonio.measuring.showing.page import More, layer_map, render
@@ -29,10 +30,10 @@ class TrainingRow:
 
 
 COLUMNS: tuple[Column[TrainingRow], ...] = (
-    Column("rotation", "rotation", "root mean square of the angle per step, over the later half of the measured steps",
+    Column("rotation", "rotation", "degrees per step, root mean square over the later half of the measured steps",
            9),
-    Column("predicted", "predicted", "at which weight decay and learning rate hold a weight before a normalisation "
-           "layer in the long run", 9),
+    Column("predicted", "predicted", "degrees per step in the long run before a normalisation layer, at this weight "
+           "decay and learning rate", 9),
     Column("ratio", "ratio", "rotation over the prediction", 6, figures("{:.2f}", "ratio")),
 )  # fmt: skip
 MORE: tuple[More, ...] = (
@@ -58,13 +59,16 @@ def training_page(
     low, high = (min(everything), max(everything)) if everything else (1.0, 10.0)
     steps = [row["step"] for row in rows if "rotation" in row]
     shown = [_row(layer, low, max(high, 2 * low)) for layer in layers]
+    reasons = {layer.reason for layer in layers}
+    shared = reasons.pop() if len(reasons) == 1 and len(layers) > 1 else None  # said once, not in every row
     return render(
         "training.html.j2",
         whole=whole,
         refresh=refresh,
         layers=shown,
         columns=COLUMNS,
-        more=MORE,
+        more=MORE if shared is None else MORE[:1],
+        shared=shared,
         map=layer_map(shown, (), _lanes(layers)),
         found=found,
         advice=advice(layers, rows),
@@ -76,15 +80,20 @@ def training_page(
 
 
 def _row(layer: LayerRotation, low: float, high: float) -> TrainingRow:
-    title = f"rotation {number(layer.rotation)} rad per step, predicted {number(layer.predicted)}"
+    title = f"rotation {number(degrees(layer.rotation))}° per step, predicted {number(_degrees(layer.predicted))}"
     curve, path = spark(course(layer.rotations, layer.predictions, low, high, title=title)), layer.layer
-    return TrainingRow(path, path, layer.rotation, layer.predicted, layer.ratio, layer.reason, curve)
+    return TrainingRow(path, path, degrees(layer.rotation), _degrees(layer.predicted), layer.ratio, layer.reason, curve)
+
+
+def _degrees(angle: float | None) -> float | None:
+    return None if angle is None else degrees(angle)
 
 
 def _lanes(layers: Sequence[LayerRotation]) -> list[Lane]:
-    turned = [layer.rotation or None for layer in layers]
+    turned = [_degrees(layer.rotation or None) for layer in layers]
     return [
-        Lane("rotation", "radians per step; dashed: predicted", turned, chance=[layer.predicted for layer in layers]),
+        Lane("rotation", "degrees per step; dashed: predicted", turned,
+             chance=[_degrees(layer.predicted) for layer in layers]),
         Lane("ratio", "rotation over the prediction; dashed: 1", [layer.ratio for layer in layers],
              chance=[None if layer.ratio is None else 1.0 for layer in layers]),
     ]  # fmt: skip
