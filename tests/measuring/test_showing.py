@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import gonio
+from catalog import seeded
 from docs.pages import ROOT
 from gonio.errors import MissingExtraError
 from gonio.measuring import Suppression, TensorMeasurement, Tracker, difference, measure, outline, widths
@@ -295,7 +296,7 @@ def test_a_difference_and_an_outline(kind: str) -> None:
 
 
 def test_names_that_differ_in_the_middle_stay_apart() -> None:
-    state = {f"base_model.model.model.layers.{i}.mlp.down_proj.lora.weight": torch.randn(9, 9) for i in range(3)}
+    state = {f"base_model.model.model.layers.{i}.mlp.down_proj.lora.weight": seeded(9, 9, seed=i) for i in range(3)}
     lines = [line.split()[0] for line in str(measure(state)).splitlines() if "down_proj" in line]
     assert [line.endswith(f"layers.{i}.mlp.down_proj.lora") for i, line in enumerate(lines)] == [True] * 3
 

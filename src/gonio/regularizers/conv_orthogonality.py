@@ -95,12 +95,13 @@ def _symbols(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Real and imaginary part of F(ω), (2, frequencies, groups, out, in · phases), and the share of each frequency."""
     key = weight.shape[2:], _per_axis(layout.stride, weight), _per_axis(layout.dilation, weight)
     at = *key, weight.dtype, weight.device
-    if at in _WAVES and not torch.compiler.is_compiling():
+    compiled = torch.compiler.is_compiling()  # asked first: a compiled graph would be guarded by what the table holds
+    if not compiled and at in _WAVES:
         waves, share = _WAVES[at]
     else:
         waves, share = _waves(*key)
         waves, share = waves.to(weight), share.to(weight)
-        if type(waves) is Tensor and not torch.compiler.is_compiling():  # no fake tensors
+        if not compiled and type(waves) is Tensor:  # no fake tensors
             _WAVES[at] = waves, share
     filters = weight.unflatten(0, (layout.groups, -1)).flatten(3)
     return torch.einsum("cfpt,goit->cfgopi", waves, filters).flatten(-2), share
