@@ -295,7 +295,8 @@ def test_a_difference_and_an_outline(kind: str) -> None:
         check(row, f"tensors of {'a difference' if kind == 'difference' else 'an outline'}")
 
 
-def test_names_that_differ_in_the_middle_stay_apart() -> None:
+def test_names_that_differ_in_the_middle_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     state = {f"base_model.model.model.layers.{i}.mlp.down_proj.lora.weight": seeded(9, 9, seed=i) for i in range(3)}
     lines = [line.split()[0] for line in str(measure(state)).splitlines() if "down_proj" in line]
     assert [line.endswith(f"layers.{i}.mlp.down_proj.lora") for i, line in enumerate(lines)] == [True] * 3
