@@ -13,7 +13,8 @@ import gonio
 from catalog import seeded
 from gonio.measuring import Measurements
 from gonio.measuring.changes.difference import Differences
-from gonio.measuring.showing.summary import GROUPS, PAGE, TERMINAL, grouped, pattern_of, standing_out
+from gonio.measuring.reading.order import pattern_of
+from gonio.measuring.showing.summary import GROUPS, PAGE, TERMINAL, grouped, standing_out
 from gonio.pages.charts import BARS, Lane, runs
 from html_reader import Page
 

@@ -83,7 +83,7 @@ class Measurements(Table[TensorMeasurement]):
     def verdict(self) -> str:
         """What was found, and where, as a sentence."""
         if not self.layers and not self.findings:
-            return "Nothing was measured: the source tells of no tensor how its filters lie in it."
+            return "Nothing was measured: no tensor is known to be a stack of filters."
         return verdict(self.findings, [layer.path for layer in self.layers])
 
     @property

@@ -12,14 +12,13 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, move_state_
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
-from gonio.surgery.equivalent import SameFunction
+from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
 from gonio.surgery.facts import WEIGHTED
 from gonio.surgery.graph import Graph, called_function, trace
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
 from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, block_symmetries, least_factors
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
-_OF_BLOCKS = {torch.float64: 1e-12, torch.float32: 1e-5}  # where only blocks change; or, if that is more:
 _ROUNDINGS = 64  # times the rounding of a coarser type in which the model computes, as norms in float32 do
 _AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
@@ -120,7 +119,7 @@ def balance_(
 
 def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float]:
     """The relative deviations of the outputs, by their dtype."""
-    allowed, coarser = _OF_BLOCKS if exact else _ALLOWED, min(_ROUNDINGS * blocks.eps, 0.1)
+    allowed, coarser = SAME_OUTPUTS if exact else _ALLOWED, min(_ROUNDINGS * blocks.eps, 0.1)
     return {dtype: max(each, coarser) for dtype, each in allowed.items()}
 
 

@@ -99,7 +99,7 @@ def output_channels(graph: Graph) -> dict[str, OutputChannels]:
 
 
 @dataclass(frozen=True)
-class _Flow:
+class _ChannelFlow:
     """The tensor of a node: whose channels it holds, after which operations, and where they are.
 
     `axis` is "channels" (dim 1, before `spatial` further dims), "features" (the last dim) or "flat" (dim 1 after
@@ -118,7 +118,7 @@ class _ChannelReader:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.flow: dict[fx.Node, _Flow] = {}
+        self.flow: dict[fx.Node, _ChannelFlow] = {}
         self.found: dict[str, OutputChannels] = {}
 
     def read(self, node: fx.Node) -> None:
@@ -137,7 +137,7 @@ class _ChannelReader:
         for flow in flows:
             flow.source.stop(why)
 
-    def _read_weighted(self, node: fx.Node, module: nn.Module, flows: list[_Flow]) -> None:
+    def _read_weighted(self, node: fx.Node, module: nn.Module, flows: list[_ChannelFlow]) -> None:
         path = str(node.target)
         refusal = self.graph.why_pinned(path, module)
         if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
@@ -157,9 +157,9 @@ class _ChannelReader:
         if not refusal:
             count: Any = module.out_features if linear else module.out_channels
             spatial = 0 if linear else len(module.kernel_size)  # type: ignore[arg-type]
-            self.flow[node] = _Flow(own, count, "features" if linear else "channels", spatial)
+            self.flow[node] = _ChannelFlow(own, count, "features" if linear else "channels", spatial)
 
-    def _after(self, node: fx.Node, module: nn.Module | None, flow: _Flow) -> _Flow | None:
+    def _after(self, node: fx.Node, module: nn.Module | None, flow: _ChannelFlow) -> _ChannelFlow | None:
         """The flow after an operation that acts on each channel alone; None for any other."""
         called, facts = called_function(node), self.graph.facts(node)
         if isinstance(module, TORCH_NORMS[0]):
@@ -169,7 +169,9 @@ class _ChannelReader:
         if called.removesuffix("_") in (*ACTIVATIONS, *_NOTHING):
             return _then(flow, _of_function(node, called))
         if flattens_from_dim_1(node, module, called):
-            return _Flow(flow.source, flow.count, "flat" if flow.axis == "channels" else flow.axis, 0, flow.operations)
+            return _ChannelFlow(
+                flow.source, flow.count, "flat" if flow.axis == "channels" else flow.axis, 0, flow.operations
+            )
         if flow.axis != "channels":
             return None
         if (facts.homogeneous and facts.acts_on == "channels") or called in POOLING_FUNCTIONS:
@@ -179,10 +181,10 @@ class _ChannelReader:
         if called == "mean" and averages_positions(node, flow.spatial):
             after = _then(flow, Operation(_same, homogeneous=True, linear=True))
             keepdim = node.kwargs.get("keepdim")
-            return after if keepdim else _Flow(flow.source, flow.count, "features", 0, after.operations)
+            return after if keepdim else _ChannelFlow(flow.source, flow.count, "features", 0, after.operations)
         return None
 
-    def _after_norm(self, node: fx.Node, module: nn.Module, flow: _Flow) -> _Flow | None:
+    def _after_norm(self, node: fx.Node, module: nn.Module, flow: _ChannelFlow) -> _ChannelFlow | None:
         why_not, dims = self.graph.facts(node).why_not_affine, self.graph.dims_of(node)
         if why_not is None or why_not(module) is not None or self.graph.why_pinned(str(node.target), module):
             return None
@@ -199,8 +201,8 @@ class _ChannelReader:
         return after
 
 
-def _then(flow: _Flow, operation: Operation) -> _Flow:
-    return _Flow(flow.source, flow.count, flow.axis, flow.spatial, (*flow.operations, operation))
+def _then(flow: _ChannelFlow, operation: Operation) -> _ChannelFlow:
+    return _ChannelFlow(flow.source, flow.count, flow.axis, flow.spatial, (*flow.operations, operation))
 
 
 def _same(constants: Tensor) -> Tensor:

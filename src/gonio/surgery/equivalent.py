@@ -25,6 +25,9 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
 
+# Relative deviations of outputs that are rounding, by dtype: a few operations more than the same ones.
+SAME_OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5}
+
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 _MOST_ENTRIES = 2**22  # of an input that is tried
 

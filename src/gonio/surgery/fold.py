@@ -16,13 +16,12 @@ from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import NoMatchError, NotApplicableError, listing
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.parametrizations.mechanism import detach, is_parametrized, parametrizations_of_torch
-from gonio.surgery.equivalent import SameFunction
+from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
 from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
 from gonio.surgery.gains import gains_of
 from gonio.surgery.graph import trace
 
 # largest relative deviation of the outputs that is rounding and not a mistake
-_ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
 # Parameters that the hooks of torch.nn.utils (weight_norm, spectral_norm, prune) put in the place of a weight.
 _HOOKED = {"_g": "remove_weight_norm()", "_orig": "remove_spectral_norm() or prune.remove()"}
 
@@ -93,7 +92,7 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None, gains: 
         if not edit.changes and not stay:
             refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
             raise NoMatchError("fold_", str(selector), [], refused=refused)
-        allowed = {dtype: max(each, min(10 * eps, 0.05)) for dtype, each in _ALLOWED.items()}
+        allowed = {dtype: max(each, min(10 * eps, 0.05)) for dtype, each in SAME_OUTPUTS.items()}
         same.check_(edit, "fold", allowed, 0.05)
     return edit.done()
 

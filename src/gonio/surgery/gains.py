@@ -17,7 +17,7 @@ from gonio.errors import listing
 from gonio.seeding import generator
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.recording import Call, Normed, Run, record, without_hooks
-from gonio.surgery.symmetries import Trial, confirmed
+from gonio.surgery.symmetries import TwinTrial, confirmed
 
 _MOST = 3  # exponent of the powers of two of a trial
 _ROUNDING = 1e-5  # the largest relative deviation of outputs in a trial, where a model computes in several types
@@ -111,7 +111,7 @@ def _powers(gain: nn.Parameter, random: torch.Generator) -> Tensor:
     return (sign * exponent.exp2()).to(gain.device)
 
 
-class _OfGains(Trial[Gain]):
+class _OfGains(TwinTrial[Gain]):
     def holds(self, changes: Sequence[Gain]) -> bool:
         """Whether the outputs in evaluation mode stay with gains of other sizes and signs."""
         random = generator(0, "gains")

@@ -22,12 +22,11 @@ from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import ROUNDING
 from gonio.seeding import generator
 from gonio.surgery.channels import OutputChannels, Reading, output_channels
-from gonio.surgery.equivalent import SameFunction, call
+from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, call
 from gonio.surgery.facts import WEIGHTED, computes_plainly, why_not_dense
 from gonio.surgery.graph import trace
 
 # largest relative deviation of the outputs that is rounding and not a mistake
-_ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}
 _STARTS = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}  # of a batch norm's channel
 _EXPECTED = 1e-4  # proportional pairs of random filters, from which on such pairs tell nothing
 
@@ -125,7 +124,7 @@ def recycle_(model: nn.Module, *, example: Any = None, where: Where = None, weak
             edit.note(
                 "no filter is 0 or proportional to another one" + f", or below {weak:g} of the median" * bool(weak)
             )
-        same.check_(edit, "recycle filters of", *((_ALLOWED, 0.05) if not weak else ({}, float("inf"))))
+        same.check_(edit, "recycle filters of", *((SAME_OUTPUTS, 0.05) if not weak else ({}, float("inf"))))
     return edit.done()
 
 

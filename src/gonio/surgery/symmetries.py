@@ -19,14 +19,13 @@ from gonio.editing.wrapping import unwrapped
 from gonio.errors import listing
 from gonio.seeding import generator
 from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
-from gonio.surgery.equivalent import call, deviation
+from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.recording import Part
 
 _SWEEPS = 10_000
 _CONVERGED = 1e-13  # of the logarithm of a factor
 _EXPONENTS = {torch.float16: 3}  # of the powers of two of a trial, where the range of a type is small
-_SAME = {torch.float64: 1e-12}  # relative deviations of outputs; 1e-5 for other types
 _UNITS = "up and down"
 _ACTIVATION = "the activation is not positively homogeneous"
 Change = TypeVar("Change")
@@ -220,7 +219,7 @@ def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Par
 # --- confirmed by running ---------------------------------------------------------------------------------------------
 
 
-def confirmed(trial: Trial[Change], able: list[list[Change]]) -> list[Change | None]:
+def confirmed(trial: TwinTrial[Change], able: list[list[Change]]) -> list[Change | None]:
     """For each list of changes, such as the grains of a symmetry, the first one that is confirmed."""
     found = _held(trial, [options[0] for options in able])
     rest = [n for n, each in enumerate(found) if each is None and len(able[n]) > 1]
@@ -229,7 +228,7 @@ def confirmed(trial: Trial[Change], able: list[list[Change]]) -> list[Change | N
     return found
 
 
-def _held(trial: Trial[Change], changes: list[Change]) -> list[Change | None]:
+def _held(trial: TwinTrial[Change], changes: list[Change]) -> list[Change | None]:
     """Those that hold, and None for others; by halves where not all do."""
     if not changes or trial.holds(changes):
         return list(changes)
@@ -237,7 +236,7 @@ def _held(trial: Trial[Change], changes: list[Change]) -> list[Change | None]:
     return [*_held(trial, changes[:half]), *_held(trial, changes[half:])] if half else [None]
 
 
-class Trial(ABC, Generic[Change]):
+class TwinTrial(ABC, Generic[Change]):
     """Runs of a model with other values of its parameters, which the model keeps.
 
     Parameters of one value, such as a bias or a gain of 0 before training, get random ones, with which the outputs show
@@ -328,7 +327,7 @@ class Trial(ABC, Generic[Change]):
         return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-class _OfBlocks(Trial[Symmetry]):
+class _OfBlocks(TwinTrial[Symmetry]):
     def holds(self, changes: Sequence[Symmetry]) -> bool:
         """Whether the outputs stay with random factors, and with their inverses."""
         random = generator(0, "symmetries")
@@ -357,7 +356,9 @@ class _Coarsest(TorchDispatchMode):
 
 
 def _same(a: list[Tensor], b: list[Tensor], least: float = 0.0) -> bool:
-    return deviation(a, b).relative <= max(least, min(_SAME.get(x.dtype, 1e-5) for x in a))
+    return deviation(a, b).relative <= max(
+        least, min(SAME_OUTPUTS.get(x.dtype, SAME_OUTPUTS[torch.float32]) for x in a)
+    )
 
 
 # --- factors ----------------------------------------------------------------------------------------------------------

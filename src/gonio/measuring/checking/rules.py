@@ -9,7 +9,7 @@ from gonio.measuring.checking.places import Problem
 from gonio.measuring.checking.scan import TensorCheck
 from gonio.measuring.exports import are, counted
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
-from gonio.measuring.findings.siblings import Place, places
+from gonio.measuring.findings.siblings import AmongSiblings, places
 
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
 VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
@@ -75,7 +75,7 @@ def _constant_rows(t: TensorCheck) -> str | None:
 
 @rule("G709", VALUE_RULES)
 def _stranger(t: TensorCheck) -> str | None:
-    return Place(t.siblings, t.ratio, t.distance).found
+    return AmongSiblings(t.siblings, t.ratio, t.distance).found
 
 
 @rule("G712", VALUE_RULES)

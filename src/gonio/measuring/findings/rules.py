@@ -30,7 +30,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.prescriptions import prescriptions, success_rate
-from gonio.measuring.findings.siblings import Place, places
+from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
 
 PLACES = 8  # findings of one rule that a terminal shows
@@ -114,7 +114,7 @@ class FindingRule(Generic[Subject]):
 
 
 WEIGHT_RULES: dict[str, FindingRule[TensorMeasurement]] = {}
-SIBLING_RULES: dict[str, FindingRule[Place]] = {}
+SIBLING_RULES: dict[str, FindingRule[AmongSiblings]] = {}
 ADVICE: dict[str, FindingRule[ModelFacts]] = {}
 RULES: dict[str, FindingRule[Any]] = {}  # on all subjects, those of other files too
 
@@ -365,7 +365,7 @@ SMALL = 8  # samples, below which [Wu and He 2018, table 2] sees batch normalisa
 
 
 @rule("G709", SIBLING_RULES)
-def _unlike_siblings(place: Place) -> str | None:
+def _unlike_siblings(place: AmongSiblings) -> str | None:
     return place.found if place.ratio else None  # a layer that is 0 is G101
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
+
+from gonio.measuring.reading.order import pattern_of
 
 FACTOR = 10.0  # of the norm from the median of the siblings
 DISTANCE = 8.0  # in units of the siblings' spread
@@ -15,7 +16,7 @@ SIBLINGS = 3  # without a tensor itself
 
 
 @dataclass(frozen=True)
-class Place:
+class AmongSiblings:
     """One tensor among its siblings, which have the same name up to numbers in it, and the same shape.
 
     Attributes:
@@ -41,7 +42,7 @@ class Place:
         return f"its norm is {self.ratio:.3g} times the median of {others}, {self.distance:.3g} times their spread away"
 
 
-def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, Place]:
+def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, AmongSiblings]:
     """The places of tensors that have at least three siblings, by name; vectors have none.
 
     Args:
@@ -56,25 +57,46 @@ def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, Pla
     groups: dict[tuple[str, tuple[int, ...]], list[tuple[str, float]]] = {}
     for name, shape, norm in norms:
         if len(shape) > 1:
-            groups.setdefault((re.sub(r"\d+", "#", name), shape), []).append((name, norm))
+            groups.setdefault((pattern_of(name), shape), []).append((name, norm))
     return {
-        name: _place(norm, [other for other_name, other in group if other_name != name])
+        name: place
         for group in groups.values()
         if len(group) > SIBLINGS
-        for name, norm in group
+        for (name, _), place in zip(group, _among([norm for _, norm in group]), strict=True)
     }
 
 
-def _place(norm: float, others: list[float]) -> Place:
-    """The spread is 1.4826 times the median absolute deviation, a standard deviation for normal numbers (P. Rousseeuw,
-    C. Croux, 'Alternatives to the median absolute deviation', JASA 88, 1993, section 1).
+def _among(norms: list[float]) -> list[AmongSiblings]:
+    """Each of the norms among the others.
+
+    The spread is 1.4826 times the median absolute deviation, a standard deviation for normal numbers (P. Rousseeuw,
+    C. Croux, 'Alternatives to the median absolute deviation', JASA 88, 1993, section 1). The median without one of the
+    norms is one of three numbers, so that sorting the deviations from each of them once is enough.
     """
-    logs = [math.log(other) for other in others if other]
-    if len(logs) < len(others):  # a sibling that is 0: nothing to compare with
-        return Place(len(others))
-    if not norm:
-        return Place(len(others), ratio=0.0)
-    middle = median(logs)
-    spread = max(1.4826 * median(abs(log - middle) for log in logs), LEAST_SPREAD)
-    away = math.log(norm) - middle
-    return Place(len(others), math.exp(away), abs(away) / spread)
+    siblings, zeros = len(norms) - 1, sum(norm == 0 for norm in norms)
+    logs = sorted(math.log(norm) for norm in norms if norm)
+    deviations: dict[float, list[float]] = {}
+
+    def place(norm: float) -> AmongSiblings:
+        if zeros > (norm == 0):  # a sibling that is 0: nothing to compare with
+            return AmongSiblings(siblings)
+        if not norm:
+            return AmongSiblings(siblings, ratio=0.0)
+        log = math.log(norm)
+        middle = _median_without(logs, log)
+        if middle not in deviations:
+            deviations[middle] = sorted(abs(other - middle) for other in logs)
+        spread = max(1.4826 * _median_without(deviations[middle], abs(log - middle)), LEAST_SPREAD)
+        return AmongSiblings(siblings, math.exp(log - middle), abs(log - middle) / spread)
+
+    return [place(norm) for norm in norms]
+
+
+def _median_without(ordered: list[float], value: float) -> float:
+    """The median of sorted numbers without one that has this value."""
+    left_out, count = bisect_left(ordered, value), len(ordered) - 1
+
+    def at(k: int) -> float:
+        return ordered[k + (k >= left_out)]
+
+    return at(count // 2) if count % 2 else (at(count // 2 - 1) + at(count // 2)) / 2

@@ -23,6 +23,17 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdecimal() and len(part) < 20 else (1, 0, part) for part in parts)
 
 
+def pattern_of(path: str) -> str:
+    """A path with a star for each number.
+
+    Example:
+        >>> from gonio.measuring.reading.order import pattern_of
+        >>> pattern_of("model.layers.31.mlp.up_proj")
+        'model.layers.*.mlp.up_proj'
+    """
+    return _NUMBER.sub("*", path)
+
+
 def tells_depth(names: Sequence[str]) -> bool:
     """Whether tensors in this order are in the order of a model: in another than that of their names, or numbered.
 

@@ -4,7 +4,6 @@ that stand out. Exports have every layer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import plain
+from gonio.measuring.reading.order import pattern_of
 from gonio.measuring.showing.table import NamedRow
 from gonio.pages.tables import bare_table, number
 
@@ -55,17 +55,6 @@ class Grouped:
         for path, cells in self.rows:
             table.add_row(Text(plain(path)), *map(Text, cells))
         return table
-
-
-def pattern_of(path: str) -> str:
-    """A path with a star for each number.
-
-    Example:
-        >>> from gonio.measuring.showing.summary import pattern_of
-        >>> pattern_of("model.layers.31.mlp.up_proj")
-        'model.layers.*.mlp.up_proj'
-    """
-    return re.sub(r"\d+", "*", path)
 
 
 def grouped(tensors: Sequence[Any], figures: Sequence[tuple[str, str, Figure]]) -> Grouped:
