@@ -142,12 +142,12 @@ def tracker_callback(tracker: Tracker) -> Any:
     """
     base: Any = _library().Callback
 
-    class TrackerCallback(base):
+    class LightningTracker(base):
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
             if trainer.global_step:  # 0 until the first accumulated step
                 tracker.step(trainer.global_step)
 
-    return TrackerCallback()
+    return LightningTracker()
 
 
 def _library() -> Any:
@@ -169,11 +169,11 @@ def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"]
     """
     base: Any = _library().Callback
 
-    class CheckCallback(base):
+    class LightningCheck(base):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
             check_before_save(checkpoint["state_dict"], fail_on=fail_on, action=action)
 
-    return CheckCallback()
+    return LightningCheck()
 
 
 def report_callback(report: Callable[[nn.Module], object]) -> Any:
@@ -184,8 +184,8 @@ def report_callback(report: Callable[[nn.Module], object]) -> Any:
     """
     base: Any = _library().Callback
 
-    class ReportCallback(base):
+    class LightningReport(base):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
             report(module)
 
-    return ReportCallback()
+    return LightningReport()

@@ -119,11 +119,11 @@ def tracker_callback(tracker: Tracker) -> Any:
     """
     base: Any = _callback_class("tracker_callback()")
 
-    class TrackerCallback(base):
+    class TransformersTracker(base):
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             tracker.step(state.global_step)
 
-    return TrackerCallback()
+    return TransformersTracker()
 
 
 def _callback_class(what: str) -> type:
@@ -140,14 +140,14 @@ def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"]
     """
     base: Any = _callback_class("check_callback()")
 
-    class CheckCallback(base):
+    class TransformersCheck(base):
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             if control.should_save:  # the Trainer's own callback decides before this one
                 check_before_save(named["model"].state_dict(), fail_on=fail_on, action=action)
 
         on_epoch_end = on_step_end
 
-    return CheckCallback()
+    return TransformersCheck()
 
 
 def report_callback(report: Callable[[nn.Module], object]) -> Any:
@@ -158,8 +158,8 @@ def report_callback(report: Callable[[nn.Module], object]) -> Any:
     """
     base: Any = _callback_class("report_callback()")
 
-    class ReportCallback(base):
+    class TransformersReport(base):
         def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             report(named["model"])
 
-    return ReportCallback()
+    return TransformersReport()

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.escaping import printed
-from gonio.measuring.figures.lipschitz import Factor, Run, UpperBounds, quotient
+from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
 from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, computes_as, facts_of, why_not_dense
@@ -230,7 +230,7 @@ def _head_of(graph: Graph, upper: dict[fx.Node, float]) -> tuple[Tensor, float] 
 # --- the lower bound ----------------------------------------------------------------------------------
 
 
-class _Distances(Run):
+class _Distances(Interpreter):
     """Runs the graph on two inputs: how far their values at each node are apart, per distance of the inputs."""
 
     def __init__(self, graph: Graph, kept: Collection[fx.Node]) -> None:
