@@ -139,7 +139,8 @@ def _page_link(page: str, language: Language) -> str:
 def _cells(row: dict[str, Any], language: Language) -> tuple[str, ...]:
     names = ", ".join(f"`gonio.{name}`" for name in row["names"])
     tests = [f"`{test.partition('::')[2]}`" for test in row.get("tests", ()) if "test_the_verdicts_follow" not in test]
-    claims = [f"[{name}]({language.up}claims/{committed.PAGE[load_claim(name).seed]}.md#{name})" for name in row.get("claims", ())]
+    pages = {name: committed.PAGE[load_claim(name).seed] for name in row.get("claims", ())}
+    claims = [f"[{name}]({language.up}claims/{page}.md#{name})" for name, page in pages.items()]
     why = row.get(f"why{language.key}", "")
     state = language.states[row["state"]] + (f"{language.colon}{why}" if why else "")
     quote = row["quote"].replace("|", "\\|")

@@ -58,9 +58,8 @@ def test_a_claim_of_equality_shows_its_effect(builder: ModuleType) -> None:
 
 
 def test_the_two_studies_of_decoupled_operators_name_each_other() -> None:
-    claims, study = (
-        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("claims/decoupled.md", "howto/decoupled-evidence.md")
-    )
+    names = ("claims/decoupled.md", "howto/decoupled-evidence.md")
+    claims, study = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
     assert "../howto/decoupled-evidence.md" in claims
     assert "../claims/decoupled.md#operator-grid" in study
 
