@@ -1,7 +1,7 @@
 """What strength does to angles and accuracy: `python -m benchmarks.self_orthogonality_strengths [NAME=FOLDER …]`.
 
-A convolutional network without normalisation, the penalty on the outputs of its three convolutions: on 1,000 digits, and
-with `fashion-mnist=FOLDER` and `cifar10=FOLDER` on 2,000 images of each. Writes
+A convolutional network without normalisation, the penalty on the outputs of its three convolutions: on 1,000 digits,
+and with `fashion-mnist=FOLDER` and `cifar10=FOLDER` on 2,000 images of each. Writes
 `results/self_orthogonality_strengths.json` after each setting, and the tables of docs/howto/self-orthogonality.md.
 """
 
