@@ -95,8 +95,8 @@ def balance_(
     check_optimizer(optimizer, model)
     refuse_shards(model, "balance_")
     same = SameFunction(model, example)
-    graphs = [trace(model, training=mode, dims=same.dims) for mode in (False, True)]
-    found = movable(*graphs, lambda: same)
+    evaluation, training = (trace(model, training=mode, dims=same.dims) for mode in (False, True))
+    found = movable(evaluation, training, lambda: same)
     free, blocks = found.free, found.blocks if level == "neuron" else found.blocks.joined()
     if not free and not blocks.symmetries:
         raise _nothing_moves(found)

@@ -47,18 +47,18 @@ class HeadChange:
     """How far one head moved, as :class:`HeadMeasurement` names its parts.
 
     Attributes:
-        query, key, value, output: the norm of the difference over the norm before; None from a part that was 0.
-        relative: the same of the four parts together.
+        relative: the norm of the difference over the norm before, of the four parts together.
+        query, key, value, output: the same of each; None from a part that was 0.
     """
 
     path: str
     head: int
     kv_head: int
+    relative: float | None
     query: float | None
     key: float | None
     value: float | None
     output: float | None
-    relative: float | None
 
 
 def heads_in(found: Anatomy, read: Read) -> tuple[HeadMeasurement, ...]:
@@ -81,7 +81,7 @@ def head_changes(found: Anatomy, before: Read, change: Read) -> tuple[HeadChange
         shares = [b / a if a else None for a, b in zip(was, moved, strict=True)]  # type: ignore[operator]
         whole = hypot(*was)  # type: ignore[arg-type]
         together = hypot(*moved) / whole if whole else None  # type: ignore[arg-type]
-        made.append(HeadChange(block.path, head, block.groups[head], *shares, together))
+        made.append(HeadChange(block.path, head, block.groups[head], together, *shares))
     return tuple(made)
 
 

@@ -90,12 +90,15 @@ class MovableScale:
     @classmethod
     def of(cls, found: Movable) -> MovableScale | None:
         """The sums over the scales that can move; None where none can."""
-        limits = {"sweeps": SWEEPS, "tolerance": CONVERGED}
-        units, layers = (least_scales(found.free, per_channel=each, **limits) for each in (True, False))
+        units, layers = (
+            least_scales(found.free, per_channel=each, sweeps=SWEEPS, tolerance=CONVERGED) for each in (True, False)
+        )
         symmetries, parameters = found.blocks.symmetries, found.blocks.parameters
         sums: Sums = {}
-        of_units = least_factors(symmetries, parameters, **limits, sums=sums)
-        of_layers = least_factors(found.blocks.joined().symmetries, parameters, **limits, sums=sums)
+        of_units, of_layers = (
+            least_factors(each.symmetries, parameters, sweeps=SWEEPS, tolerance=CONVERGED, sums=sums)
+            for each in (found.blocks, found.blocks.joined())
+        )
         before = units.before + of_units.before
         if not 0 < before < float("inf"):
             return None
@@ -162,7 +165,8 @@ def _read(model: nn.Module, batch: Any) -> Structure:
     with evaluating(model) as twin:  # in train mode torch's spectral_norm takes a step at each read of a weight
         graph = trace(twin, training=False)
         found = movable(graph, trace(twin, training=True), partial(input_of, twin, batch))
-        scale, notes = MovableScale.of(found), ()
+        scale = MovableScale.of(found)
+        notes: tuple[str, ...] = ()
         if scale is None and found.untraced:
             why = "".join(f", and {each}" for each in found.blocks.reasons())
             notes = (_not_measured(f"the model cannot be traced ({found.untraced}){why}"),)
