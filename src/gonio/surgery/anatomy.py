@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,13 +17,14 @@ from gonio.editing.wrapping import unwrapped
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import generated_example
+from gonio.surgery.planned import planned
 from gonio.surgery.recording import Call, Part, Product, Run, record
 
 _MASKED = -1e4  # logits below are those of pairs that a mask excludes
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
 
 
-def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
+def anatomy(model: nn.Module | str | os.PathLike[str], *, example: Any = None) -> Anatomy:
     r"""Which rows of which weights are queries, keys, values, outputs, gates, … of a transformer.
 
     The model runs once in evaluation mode. Attention is where a product of two activations passes a softmax whose
@@ -35,11 +38,19 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     A kernel that is no function of torch is registered as a module of its own: ``gonio.surgery.facts.register(Kernel,
     Facts(attends=lambda q, k, v: (q, k, v)))``. It is believed where it computes softmax attention in the run.
 
+    The folder of a checkpoint, or a file in it, is known by its ``config.json``: transformers builds the model that it
+    names, without weights, and one layer of each kind (the same classes, shapes and settings) runs with random ones. No
+    code of the folder runs, and nothing is downloaded. Names are those of the model of transformers. Without
+    transformers, or for a class that it does not have, nothing is known but what `unknown` says.
+
     Args:
+        model: a model, or a path.
         example: an input, as :func:`gonio.equivalent` takes it, of at least two tokens; None for a generated one.
 
     Raises:
-        InvalidArgumentError: if no example is given and none can be made.
+        InvalidArgumentError: if no example is given and none can be made for a model; for a path without a
+            ``config.json``.
+        UnreadableFileError: for a damaged ``config.json``.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -51,6 +62,22 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
         >>> [str(part) for part in found.attention[0].key[1]], str(found.attention[0].output[1])
         (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
     """
+    if isinstance(model, nn.Module):
+        return _found_in(model, example)
+    plan = planned(Path(model))
+    if isinstance(plan, str):
+        return replace(_NOTHING, unknown={"": plan})
+    try:
+        return plan.whole(_found_in(plan.model, example))
+    except Exception as error:  # the model of a configuration can raise anything
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return replace(_NOTHING, unknown={"": f"the model of its configuration was not run ({said})"})
+
+
+_NOTHING = Anatomy((), (), (), (), (), (), (), {})
+
+
+def _found_in(model: nn.Module, example: Any) -> Anatomy:
     inner = unwrapped(model)
     given = generated_example(inner) if example is None else example
     with torch.inference_mode(False), torch.enable_grad():
