@@ -14,8 +14,9 @@ from gonio.editing.where import (
     select,
     sites,
 )
-from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
+from gonio.surgery.anatomy import anatomy
 from gonio.surgery.balance import balance_
+from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.equivalent import Deviation, equivalent, generated_example
 from gonio.surgery.fold import fold_
