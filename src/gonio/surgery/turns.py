@@ -80,11 +80,16 @@ class Turn:
 
 def random_turn(size: int, random: torch.Generator, *, keeps_mean: bool = False) -> Tensor:
     """A random orthogonal matrix in float64 (Haar), among those that map the vector of ones to itself if wanted."""
-    if not keeps_mean:
-        return orthogonal_(torch.empty(size, size, dtype=torch.float64), generator=random)
+    inner = size - keeps_mean
+    free = orthogonal_(torch.empty(inner, inner, dtype=torch.float64), generator=random) if inner else torch.empty(0, 0)
+    return keeping_mean(free) if keeps_mean else free
+
+
+def keeping_mean(free: Tensor) -> Tensor:
+    """An orthogonal matrix, one larger, that maps the vector of ones to itself and turns what is orthogonal to it."""
+    size = len(free) + 1
     inner = torch.eye(size, dtype=torch.float64)
-    if size > 1:
-        inner[1:, 1:] = random_turn(size - 1, random)
+    inner[1:, 1:] = free
     normal = torch.full((size,), -(size**-0.5), dtype=torch.float64)
     normal[0] += 1  # of the mirror between the first axis and the ones
     mirror = torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal) / max(float(normal @ normal), 1e-30)
