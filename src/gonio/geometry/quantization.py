@@ -60,9 +60,9 @@ def quantization_error(weight: Array, *, bits: int = 8, per: Scales = "channel")
     Raises: InvalidArgumentError, as :func:`fake_quantize`.
 
     Example:
-        >>> rows = torch.tensor([[1.0, 1.0], [1.0, 64.0]])
+        >>> rows = torch.tensor([[1.0, 0.5, 0.25], [16.0, 8.0, 4.0]])
         >>> [f"{gonio.geometry.quantization_error(rows, bits=4, per=per):.1%}" for per in ("tensor", "channel")]
-        ['7.1%', '7.0%']
+        ['9.1%', '6.7%']
     """
     x = _checked(weight, bits, per, "quantization_error")
     x = x.unsqueeze(0) if x.ndim < 2 else x
