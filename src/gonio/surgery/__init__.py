@@ -27,6 +27,7 @@ from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.recording import Part
 from gonio.surgery.recycle import recycle_
+from gonio.surgery.rotate import rotate_
 from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
 
@@ -63,6 +64,7 @@ __all__ = [
     "lsuv_",
     "parametrize_",
     "recycle_",
+    "rotate_",
     "select",
     "shrink_intruders_",
     "sites",
