@@ -178,18 +178,16 @@ def rates(found: dict[str, Any]) -> dict[str, dict[str, int]]:
 def main(words: list[str]) -> None:
     """Measure, and store after each network; a further run goes on where this one was stopped."""
     torch.set_num_threads(1)
-    count, damaged = (int(words[0]), int(words[1])) if words else (500, 22)
+    count, damaged = (int(words[0]), int(words[1])) if words else (500, 44)
     result: dict[str, Any] = {"torch": torch.__version__, "damaged": {}, "healthy": {}}
     if RESULT.exists() and "damaged" in (there := json.loads(RESULT.read_text(encoding="utf-8"))):
         result = there
-    for part, first, networks, make in (
-        ("damaged", FIRST_DAMAGED, damaged, tried),
-        ("healthy", FIRST_HEALTHY, count, left_alone),
-    ):
-        for number in range(first, first + networks):
-            if str(number) not in result[part]:
-                result[part][str(number)] = make(number)
-                store(result)
+    jobs = [(place / damaged, "damaged", FIRST_DAMAGED + place) for place in range(damaged)]
+    jobs += [(place / count, "healthy", FIRST_HEALTHY + place) for place in range(count)]
+    for _, part, number in sorted(jobs):  # alternately, so that a run that is stopped has some of both
+        if str(number) not in result[part]:
+            result[part][str(number)] = (tried if part == "damaged" else left_alone)(number)
+            store(result)
     RATES.write_text(json.dumps(rates(result), indent=1) + "\n", encoding="utf-8")
 
 

@@ -294,3 +294,53 @@ def test_shown_and_written(tmp_path: Path) -> None:
     assert text.startswith("<!DOCTYPE html>")
     assert "largest deviation" in text
     assert repr(treated) == "<Treatment of Sequential: 1 of 1 steps kept>"
+
+
+def test_the_proof_is_an_ordinary_study(tmp_path: Path) -> None:
+    model, data = network(), task()
+    model[1].running_mean.fill_(50.0)
+    treated = gonio.doctor(model, task=data)
+    (step,) = treated.kept
+    assert step.results is not None
+    studies = treated.studies(tmp_path)
+    opened = gonio.lab.Study.open(tmp_path / "0-calibrate")
+    assert opened.path == studies[0].path
+    assert not opened.missing()
+    results = opened.results()
+    assert results.effects[0].verdict == "helps"
+    assert results.effects[0].differences == step.results.effects[0].differences
+    assert "a block of validation examples" in gonio.lab.showing.html(results)
+    assert "helps: +" in gonio.lab.showing.to_markdown(results)
+
+
+def test_what_the_statistics_know_comes_before_guesses_and_training() -> None:
+    healthy, data = network(), task()
+    damaged = copy.deepcopy(healthy)
+    with torch.no_grad():
+        damaged[0].weight[3] *= 1000
+    treated = gonio.doctor(damaged, task=data)
+    assert [step.verb for step in treated.kept] == ["match_statistics_"]
+    assert torch.allclose(treated.model[0].weight, healthy[0].weight, rtol=1e-2, atol=1e-3)
+    assert treated.recipe["steps"][0] == {
+        "verb": "match_statistics_",
+        "options": {"where": ["0"]},
+        "for": ["G104", "G409"],
+    }
+
+
+def test_a_lost_layer_is_trained_anew_with_a_proof_and_undone() -> None:
+    healthy, data = network(), task()
+    damaged = copy.deepcopy(healthy)
+    with torch.no_grad():
+        damaged[3].weight.zero_()
+    before = copy.deepcopy(damaged)
+    assert not gonio.doctor(damaged, batch=data.train.inputs).kept
+    treated = gonio.doctor(damaged, task=data)
+    (step,) = treated.kept
+    assert (step.verb, step.options["where"], step.proved) == ("retrain_", ["3"], True)
+    assert step.proof.startswith("improved")
+    assert "learnt" in step.cannot
+    assert gonio.lab.accuracy(treated.model(data.test.inputs), data.test.targets) > 90
+    assert same(damaged, before)
+    treated.undo_()
+    assert same(treated.model, before)

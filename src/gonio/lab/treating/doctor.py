@@ -165,7 +165,8 @@ class _Case:
         verb, _, named = verb.partition(" ")
         considered = list(self.found.findings)
         if verb == "retrain_" and self.inputs.task is not None:
-            gone = [f for f in self.before.findings if _key(f) not in _keys(considered)]
+            hidden = not any(step.verb == verb and step.verdict == "kept" for step, _ in self.steps)
+            gone = [f for f in self.before.findings if hidden and _key(f) not in _keys(considered)]
             considered = [f for f in [*considered, *gone] if bool(f.path) == bool(named)]
         for finding in considered:
             for remedy in prescriptions()[finding.code].remedies:

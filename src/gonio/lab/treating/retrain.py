@@ -34,7 +34,7 @@ STARTS = ("its present values", "its present weights and the bias 0", "new value
 
 
 def retrain_(
-    model: nn.Module, task: Task, *, where: Where, epochs: int = 20, lr: float = 2e-2, seed: int = 0
+    model: nn.Module, task: Task, *, where: Where, epochs: int = 12, lr: float = 2e-2, seed: int = 0
 ) -> Edited:
     """Train the parameters of chosen layers alone on a task's training data, everything else frozen.
 
@@ -172,7 +172,7 @@ def _trained(model: nn.Module, paths: list[str], task: Task, training: TrainingC
     step = TrainingStep(model, task, training)
     steps = task.train.steps(training.batch_size, smallest=min(2, training.batch_size))
     schedule = make_schedule(step.optimizer, training, steps)
-    with seeded(derive_seed(seed, "retrain")):
+    with torch.enable_grad(), seeded(derive_seed(seed, "retrain")):
         for epoch in range(training.epochs):
             for batch in batches(task, training.batch_size, seed=seed, epoch=epoch, training=training):
                 if not math.isfinite(step(*batch)[1]):
