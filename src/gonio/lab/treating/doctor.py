@@ -43,6 +43,7 @@ _ORDER = (
     "match_statistics_", "even_out_", "retrain_ named", "calibrate_", "shrink_intruders_", "retrain_", "balance_",
     "recycle_",
 )  # fmt: skip
+_HIDING = ("calibrate_", "even_out_")  # new statistics and guesses end findings that are not wholly repaired
 _PLACES = {verb: place for place, verb in enumerate(_ORDER)}
 
 
@@ -64,9 +65,9 @@ def doctor(
        not used.
 
     What the model still knows is tried first (`match_statistics_`), then guesses, then statistics, then `retrain_` of
-    one named layer after the other on the task's training data, which is also tried where a finding is gone, because
-    new statistics can hide a damage; verbs that keep the function come last. Running statistics are first measured anew
-    in the layers alone that the findings name, then in all.
+    one named layer after the other on the task's training data, which is also tried where guesses or new statistics
+    have ended a finding, because they can hide a damage; verbs that keep the function come last. Running statistics are
+    first measured anew in the layers alone that the findings name, then in all.
     Everything else is undone, with the reason. The given model is not changed.
 
     Args:
@@ -165,8 +166,10 @@ class _Case:
         verb, _, named = verb.partition(" ")
         considered = list(self.found.findings)
         if verb == "retrain_" and self.inputs.task is not None:
-            hidden = not any(step.verb == verb and step.verdict == "kept" for step, _ in self.steps)
-            gone = [f for f in self.before.findings if hidden and _key(f) not in _keys(considered)]
+            hidden = [
+                f for step, treats in self.steps if step.verdict == "kept" and step.verb in _HIDING for f in treats
+            ]
+            gone = [f for f in hidden if _key(f) not in _keys(considered)]
             considered = [f for f in [*considered, *gone] if bool(f.path) == bool(named)]
         for finding in considered:
             for remedy in prescriptions()[finding.code].remedies:

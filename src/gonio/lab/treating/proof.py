@@ -95,6 +95,8 @@ def held_out(results: Results, *, better: bool) -> tuple[bool | None, str]:
     verdict = placed(low, high, plan.sesoi)
     unit = f" {plan.unit}".rstrip()
     interval = f"{plan.sign * effect.mean:+.2f} [{low:+.2f}, {high:+.2f}]{unit}"
-    before = ", which was not finite before" if any(run.status == "diverged" for run in results.runs) else ""
-    proof = f"{verdict}: {plan.metric} on held-out {plan.task}{before}: {interval}, margin {plan.sesoi:g}"
+    score = f"{plan.metric} on held-out {plan.task}: {interval}"
+    if all(run.status == "diverged" for run in results.runs if run.recipe == BASELINE):
+        return True, f"outputs were not finite before, and are after it; {score}"
+    proof = f"{verdict}: {score}, margin {plan.sesoi:g}"
     return verdict == "improved" or (verdict == "not inferior" and not better), proof

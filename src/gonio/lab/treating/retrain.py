@@ -82,9 +82,8 @@ def retrain_(
     if not math.isfinite(loss):
         raise refuse("no start of the training gives a finite loss", "Treat the other layers first.")
     before, after = (_score(each, task) for each in (model, twin))
-    if before is not None and (
-        after is None or (after - before if task.metric.direction == "max" else before - after) < task.sesoi
-    ):
+    sign = 1 if task.metric.direction == "max" else -1
+    if before is not None and (after is None or sign * (after - before) < task.sesoi):
         raise refuse("its training does not improve the score on the training data", "Leave it as it is.")
     if epochs > training.epochs:
         loss = _trained(twin, paths, task, replace(training, epochs=epochs - training.epochs), seed + 1)
