@@ -287,13 +287,13 @@ def test_l2_is_the_weight_decay_of_sgd() -> None:
     torch.testing.assert_close(penalised, decayed, **exact(DOUBLE))
 
 
-def test_the_frequencies_of_a_convolution_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_of_a_convolution_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step on an accelerator copies none of them: the second evaluation finds those of the first."""
     from gonio.regularizers import conv_orthogonality
 
     weight = seeded(4, 3, 3, 2)
-    monkeypatch.setattr(conv_orthogonality, "_WAVES", {})
+    monkeypatch.setattr(conv_orthogonality, "_FORMS", {})
     first = R.ConvOrthogonality(1.0).value(weight)
-    assert len(conv_orthogonality._WAVES) == 1
-    monkeypatch.setattr(conv_orthogonality, "_waves", lambda *_: pytest.fail("they were computed again"))
+    assert len(conv_orthogonality._FORMS) == 1
+    monkeypatch.setattr(conv_orthogonality, "_made", lambda *_: pytest.fail("they were computed again"))
     assert torch.equal(R.ConvOrthogonality(1.0).value(weight), first)

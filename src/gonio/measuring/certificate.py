@@ -294,7 +294,8 @@ def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> t
         if last and by_point is not None:
             x = x + 0.2 * reach * by_point / size(by_point).clamp(min=1e-30)
         # the gradient by the change is the Jacobian's adjoint on the moved output: a step of power iteration
-        apart = by_change if by_change is not None and bool(by_change.any()) else apart
+        if by_change is not None:  # an example without a gradient keeps its direction
+            apart = torch.where(size(by_change) > 0, by_change, apart)
     a, b = found
     with torch.no_grad():
         quotient = float((_flat(network(a.clone())) - _flat(network(b.clone()))).norm() / (a - b).norm())
