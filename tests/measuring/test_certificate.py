@@ -387,6 +387,7 @@ UNBOUNDED = [
     (nn.Sequential(Gated()), r"cannot bound layer '0.mul' \(mul\): a product of two activations"),
     (Attention(), r"cannot bound layer 'scaled_dot_product_attention' .*no global Lipschitz constant"),
     (Branching(), "cannot bound the model: it cannot be traced"),
+    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(Branching())), r"cannot bound layer '1.0': it cannot be traced"),
     (Item(), r"'argmax' \(argmax\): it computes values that are not in floating point"),
     (ReadTwice(), "changes its input in place, which is read elsewhere too"),
     (nn.Sequential(nn.Softplus(threshold=1)), r"layer '0' \(Softplus\)"),
@@ -475,6 +476,46 @@ REFUSED = {
     "edgenext_xx_small": "'stem.1'",
     "hardcorenas_a": "'blocks.1.1.se.mul'",
 }
+
+
+# Layers of timm with a forward of their own, and the shape of their input.
+OF_TIMM = {
+    "Linear": (lambda layers: layers.Linear(6, 5), (6,)),
+    "Conv2dSame": (lambda layers: layers.Conv2dSame(2, 3, 3, stride=2), (2, 7, 8)),
+    "StdConv2d": (lambda layers: layers.StdConv2d(2, 3, 3, padding=1, eps=1e-2), (2, 6, 6)),
+    "StdConv2dSame": (lambda layers: layers.StdConv2dSame(2, 3, 3, stride=2), (2, 6, 6)),
+    "ScaledStdConv2d": (lambda layers: layers.ScaledStdConv2d(2, 3, 3, padding=1, gamma=1.7), (2, 6, 6)),
+    "ScaledStdConv2dSame": (lambda layers: layers.ScaledStdConv2dSame(2, 3, 3, stride=2), (2, 6, 6)),
+    "LayerScale": (lambda layers: layers.LayerScale(4), (3, 4)),
+    "LayerScale2d": (lambda layers: layers.LayerScale2d(3, inplace=True), (3, 4, 4)),
+    "BlurPool2d": (lambda layers: layers.BlurPool2d(3), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_layers_of_timm_that_have_their_own_forward_are_bounded_tightly(name):
+    layers = timm().layers
+    build, shape = OF_TIMM[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = build(layers).double()
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+    x = torch.randn(1, *shape, dtype=torch.float64)
+    matrix = torch.autograd.functional.jacobian(lambda x: layer(x.clone()), x).reshape(-1, x.numel())
+    exact = float(torch.linalg.matrix_norm(matrix, 2))
+    found = gonio.certify(nn.Sequential(layer), x)
+    assert exact <= found.upper <= 1.25 * exact
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TIMM if "Linear" in name or "Conv" in name])
+def test_a_subclass_with_another_forward_is_not_taken_for_its_parent(name):
+    build, shape = OF_TIMM[name]
+    layer = build(timm().layers).double()
+    kind = type(layer)
+    layer.__class__ = type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    with pytest.raises(NotApplicableError, match=r"layer '0' \(Doubled\): no Lipschitz constant is known for Doubled"):
+        gonio.certify(nn.Sequential(layer), torch.randn(1, *shape))
 
 
 _QUICK = ("mobilenetv2_050", "mobilenetv3_small_050", "mixer_s32_224", "convnext_atto")
