@@ -36,6 +36,7 @@ class Figure(StrEnum):
     """Figures that are measured on request only; an Enum, because typer cannot parse list[Literal]."""
 
     operator_norm = "operator_norm"
+    blocks = "blocks"
 
 
 Source = Annotated[

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -16,6 +17,7 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, versions
+from gonio.measuring.figures.checkpoints import structure_of_checkpoint
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
@@ -112,7 +114,9 @@ def measure(
         journal: of a file, the path of another one that keeps each row when it is made: a measurement that was stopped
             goes on from there, if files, options and versions are the same, and repeats at most the tensors at work.
         extra_figures: figures that take longer than all others together: `operator_norm`, of convolutions, on a
-            periodic grid of 16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
+            periodic grid of 16 positions in each dimension (or twice the kernel), usually exact up to 1e-5; `blocks`,
+            of a checkpoint of transformers with its ``config.json``: heads, and the scale that can move in attention
+            and MLPs, as a model always has them (see :func:`gonio.surgery.anatomy`).
         deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
             than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
             both have errors. The time grows with the square of the number of filters and the cube of the smaller side
@@ -169,7 +173,18 @@ def measure(
         )
     name, made_by = name_of(source), versions()
     if not isinstance(source, nn.Module) or training is None:
-        return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=made_by)
+        structure = Structure()
+        if isinstance(source, (str, os.PathLike)) and "blocks" in figures:
+            structure = structure_of_checkpoint(Path(os.fspath(source)), entries)
+        return Measurements(
+            name,
+            tuple(tensors),
+            findings_of(tensors),
+            scale=structure.scale,
+            heads=structure.heads,
+            notes=(*contents.notes, *structure.notes),
+            versions=made_by,
+        )
     structure = structure_of(source, batch)
     signals, silent = ((), ()) if batch is None else _signals(source, batch)
     return Measurements(
@@ -219,6 +234,9 @@ def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
     for name in extra_figures:
         if name not in EXTRA_FIGURES:
             raise UnknownNameError("figure", str(name), EXTRA_FIGURES)
+    if "blocks" in extra_figures and isinstance(source, Mapping):
+        asked, do = "measure(extra_figures=('blocks',)) reads the config.json beside a file", "Pass the folder."
+        raise InvalidArgumentError(asked, "a state dict", do)
 
 
 def _signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:

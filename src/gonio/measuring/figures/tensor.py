@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ExtraFigures = Collection[Literal["operator_norm"]]
-EXTRA_FIGURES = ("operator_norm",)  # figures measured on request
+ExtraFigures = Collection[Literal["operator_norm", "blocks"]]
+EXTRA_FIGURES = ("operator_norm", "blocks")  # figures measured on request
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 
