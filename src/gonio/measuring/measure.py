@@ -23,6 +23,7 @@ from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFac
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.surgery.equivalent import misfit
 
@@ -171,33 +172,30 @@ def measure(
             progress,
             kept,
         )
-    name, made_by = name_of(source), versions()
-    if not isinstance(source, nn.Module) or training is None:
-        structure = Structure()
-        if isinstance(source, (str, os.PathLike)) and "blocks" in figures:
-            structure = structure_of_checkpoint(Path(os.fspath(source)), entries)
-        return Measurements(
-            name,
-            tuple(tensors),
-            findings_of(tensors),
-            scale=structure.scale,
-            heads=structure.heads,
-            notes=(*contents.notes, *structure.notes),
-            versions=made_by,
-        )
-    structure = structure_of(source, batch)
-    signals, silent = ((), ()) if batch is None else _signals(source, batch)
+    structure, facts = _structure(source, batch, entries, figures), None
+    signals, silent = _signals(source, batch) if isinstance(source, nn.Module) and batch is not None else ((), ())
+    if isinstance(source, nn.Module) and training is not None:
+        facts = ModelFacts.of(source, structure, signals, training)
     return Measurements(
-        name,
+        name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        findings_of(tensors, ModelFacts.of(source, structure, signals, training)),
+        findings_of(tensors, facts),
         scale=structure.scale,
         mixtures=structure.mixtures,
         heads=structure.heads,
         signals=signals,
         notes=(*contents.notes, *structure.notes, *silent),
-        versions=made_by,
+        versions=versions(),
     )
+
+
+def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:
+    """What a model, or the configuration of a checkpoint on request, shows beyond its tensors."""
+    if isinstance(source, nn.Module):
+        return structure_of(source, batch)
+    if "blocks" in figures and isinstance(source, (str, os.PathLike)):
+        return structure_of_checkpoint(Path(os.fspath(source)), entries)
+    return Structure()
 
 
 def _check_two(after: Sequence[Source], options: dict[str, Any]) -> None:
