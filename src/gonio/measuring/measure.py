@@ -114,10 +114,11 @@ def measure(
             `if __name__ == "__main__":`.
         journal: of a file, the path of another one that keeps each row when it is made: a measurement that was stopped
             goes on from there, if files, options and versions are the same, and repeats at most the tensors at work.
-        extra_figures: figures that take longer than all others together: `operator_norm`, of convolutions, on a
-            periodic grid of 16 positions in each dimension (or twice the kernel), usually exact up to 1e-5; `blocks`,
-            of a checkpoint of transformers with its ``config.json``: heads, and the scale that can move in attention
-            and MLPs, as a model always has them (see :func:`gonio.surgery.anatomy`).
+        extra_figures: figures on request: `operator_norm`, of convolutions, on a periodic grid of 16 positions in each
+            dimension (or twice the kernel), usually exact up to 1e-5, takes longer than all others together;
+            `quantisation`, the errors of rounding to int8 and int4 (:func:`gonio.geometry.quantization_error`);
+            `blocks`, of a checkpoint of transformers with its ``config.json``: heads, and the scale that can move in
+            attention and MLPs, as a model always has them (see :func:`gonio.surgery.anatomy`).
         deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
             than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
             both have errors. The time grows with the square of the number of filters and the cube of the smaller side

@@ -20,7 +20,7 @@ from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.findings.verdicts import verdict
-from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS
+from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
@@ -135,7 +135,7 @@ class Measurements(Table[TensorMeasurement]):
                 yield groups.rich()
                 yield Text("")
                 yield Text(said, style="dim")
-            yield tensor_table("layer", shown, COLUMNS, KEPT, width, flagged=flagged)
+            yield tensor_table("layer", shown, columns_of(shown), KEPT, width, flagged=flagged)
             yield Text("")
         if self.scale is not None:
             yield Text(_sentence(self.scale))
@@ -182,6 +182,7 @@ class Measurements(Table[TensorMeasurement]):
         lanes = lanes_beside(self.layers, [other.layers for other in beside])
         compared = [column for column in COLUMNS if column.name in BESIDE]
         groups, shown, said = self._shown(PAGE)
+        columns = columns_of(self.layers)
         kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
         return render(
             "measurements.html.j2",
@@ -193,8 +194,8 @@ class Measurements(Table[TensorMeasurement]):
             said=said,
             beside=side_by_side((self, *beside), compared) if beside else None,
             made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
-            angles=([c for c in COLUMNS if not c.spectral], angle_columns(shown)),
-            spectra=([c for c in COLUMNS if c.spectral], SPECTRUM_COLUMNS),
+            angles=([c for c in columns if not c.spectral], angle_columns(shown)),
+            spectra=([c for c in columns if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
             scale=self.scale and _sentence(self.scale),
             kinds=tuple(dict.fromkeys(kinds)),
@@ -235,7 +236,15 @@ class Measurements(Table[TensorMeasurement]):
         lines += [""] if self.findings else []
         for sentence in self.suppressed.sentences if self.suppressed is not None else ():
             lines += [markdown_cell(sentence), ""]
-        return "\n".join([*lines, *markdown_table("layer", self.layers, COLUMNS), "", markdown_cell(self.coverage), ""])
+        return "\n".join(
+            [
+                *lines,
+                *markdown_table("layer", self.layers, columns_of(self.layers)),
+                "",
+                markdown_cell(self.coverage),
+                "",
+            ]
+        )
 
 
 def _plural(reason: str, n: int) -> str:
