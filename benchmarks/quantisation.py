@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 import gonio
 from benchmarks.results import path_of
+from gonio.errors import NoMatchError
 from gonio.geometry import fake_quantize
 from gonio.surgery.gains import gains_of
 from gonio.surgery.symmetries import Factors, block_symmetries
@@ -189,30 +191,30 @@ PLANTS: dict[str, tuple[Callable[[nn.Module, Any], None], ...]] = {
 # --- what is done before ----------------------------------------------------------------------------------------------
 
 
-def balanced(model: nn.Module, example: Any, seed: int) -> None:
-    gonio.balance_(model, example=example)
+WAYS = ("balance_", "fold_", "fold_, rotate_", "all three")
 
 
-def folded(model: nn.Module, example: Any, seed: int) -> None:
-    gonio.fold_(model, example=example, gains=True)
+def changed(model: nn.Module, verb: str, example: Any, seed: int = 0) -> nn.Module:
+    """A copy that a verb changed."""
+    model = copy.deepcopy(model)
+    if verb == "balance_":
+        gonio.balance_(model, example=example)
+    elif verb == "fold_":
+        with suppress(NoMatchError):  # of gains that are neutral already
+            gonio.fold_(model, example=example, gains=True)
+    else:
+        gonio.rotate_(model, example=example, seed=seed)
+    return model
 
 
-def turned(model: nn.Module, example: Any, seed: int) -> None:
-    folded(model, example, seed)
-    gonio.rotate_(model, example=example, seed=seed)
-
-
-def all_of_them(model: nn.Module, example: Any, seed: int) -> None:
-    balanced(model, example, seed)
-    turned(model, example, seed)
-
-
-WAYS: dict[str, Callable[[nn.Module, Any, int], None]] = {
-    "balance_": balanced,
-    "fold_": folded,
-    "fold_, rotate_": turned,
-    "all three": all_of_them,
-}
+def ways_of(model: nn.Module, example: Any) -> dict[str, list[nn.Module]]:
+    """The model as it is, and behind the verbs; with turns, one for each seed."""
+    balanced, folded = (changed(model, verb, example) for verb in ("balance_", "fold_"))
+    turned, every = (
+        [changed(each, "rotate_", example, seed) for seed in range(SEEDS)]
+        for each in (folded, changed(balanced, "fold_", example))
+    )
+    return {"": [model], **dict(zip(WAYS, ([balanced], [folded], turned, every), strict=True))}
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
@@ -240,7 +242,7 @@ class Judge:
 
     def __init__(self, data: Data) -> None:
         random = torch.Generator().manual_seed(5)
-        count = 96 if data.argument == "input_ids" else 512
+        count = 64 if data.argument == "input_ids" else 384
         self.data, self.held, self.calibration = data, data.held(count, random), data.train(count // 2, random)
 
     @torch.no_grad()
@@ -248,11 +250,12 @@ class Judge:
         return float(self.data.loss(model, *(self.held if held else self.calibration)))
 
 
-def cells(name: str, data: Data, folder: Path) -> dict[str, Any]:
+def measure(name: str, data: Data, folder: Path, found: dict[str, Any]) -> Iterator[None]:
     """For each plant, format and way the losses on held-out and on calibration data, of each seed."""
     plain, judge, example = trained(name, data, folder), Judge(data), data.example
-    found: dict[str, Any] = {}
     for plant, changes in PLANTS.items():
+        if f"{plant} | {next(iter(FORMATS))}" in found:
+            continue
         steps = [copy.deepcopy(plain)]
         for change in changes:
             steps.append(copy.deepcopy(steps[-1]))
@@ -260,19 +263,14 @@ def cells(name: str, data: Data, folder: Path) -> dict[str, Any]:
         if any(all(map(torch.equal, a.parameters(), b.parameters())) for a, b in pairwise(steps)):
             continue  # the model takes no such outliers
         model = steps[-1]
-        ways: dict[str, list[nn.Module]] = {"": [model]}
-        for way, act in WAYS.items():
-            ways[way] = []
-            for seed in range(1 if way in ("balance_", "fold_") else SEEDS):
-                ways[way].append(copy.deepcopy(model))
-                act(ways[way][-1], example, seed)
+        ways = ways_of(model, example)
         for form, per in FORMATS.items():
             losses = {way: [judge(rounded(m, per)) for m in models] for way, models in ways.items()}
             seen = {way: [judge(rounded(m, per), held=False) for m in models] for way, models in ways.items()}
             cell = {"float": judge(model), "losses": losses, "seen float": judge(model, held=False), "seen": seen}
             found[f"{plant} | {form}"] = cell
-            print(name, plant, form, cell, flush=True)
-    return found
+        print(name, plant, flush=True)
+        yield
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -314,8 +312,9 @@ def main() -> None:
     torch.set_num_threads(1)
     made = json.loads(RESULT.read_text()) if RESULT.exists() else {"torch": torch.__version__, "models": {}}
     for name in options.only:
-        made["models"][name] = cells(name, digits() if name == "ViT" else characters(options.file), options.models)
-        RESULT.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        data = digits() if name == "ViT" else characters(options.file)
+        for _ in measure(name, data, options.models, made["models"].setdefault(name, {})):
+            RESULT.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
