@@ -633,6 +633,15 @@ def _network_with_faults() -> nn.Module:
     return model
 
 
+def _network_out_of_scale() -> nn.Module:
+    """One filter is 100 times as large as the batch norm behind it stores."""
+    model = _small_network()
+    S.calibrate_(model, [_images()])
+    with torch.no_grad():
+        model[0].weight[1] *= 100
+    return model
+
+
 def _decoupled_network() -> nn.Module:
     return nn.Sequential(
         gnn.DecoupledConv2d(2, 4, 3, padding=1, magnitude=gnn.magnitude.Ball(learn_radius=True)),
@@ -703,6 +712,13 @@ VERBS += [
     _verb("lsuv_", lambda m: S.lsuv_(m, _images()), idempotent=True),
     _verb("calibrate_", lambda m: S.calibrate_(m, [_images()]), idempotent=True),
     _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),
+    _verb("even_out_", lambda m: S.even_out_(m), model=_network_out_of_scale, idempotent=True),
+    _verb(
+        "match_statistics_",
+        lambda m: S.match_statistics_(m, [_images()]),
+        model=_network_out_of_scale,
+        idempotent=True,
+    ),
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     *[

@@ -14,6 +14,7 @@ TASKS = {
     "orthogonal-initialisation": 2,
     "batch-norm-to-group-norm": 1,
     "spectral-norm": 1,
+    "certified-network": 2,
     "self-orthogonality-lightning": 2,
     "soft-orthogonality-hugging-face": 2,
     "compare-two-checkpoints": 1,

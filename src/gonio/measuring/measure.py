@@ -171,7 +171,7 @@ def measure(
     name, made_by = name_of(source), versions()
     if not isinstance(source, nn.Module) or training is None:
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=made_by)
-    structure = structure_of(source)
+    structure = structure_of(source, batch)
     signals, silent = ((), ()) if batch is None else _signals(source, batch)
     return Measurements(
         name,
@@ -179,6 +179,7 @@ def measure(
         findings_of(tensors, ModelFacts.of(source, structure, signals, training)),
         scale=structure.scale,
         mixtures=structure.mixtures,
+        heads=structure.heads,
         signals=signals,
         notes=(*contents.notes, *structure.notes, *silent),
         versions=made_by,
