@@ -210,7 +210,7 @@ class _Case:
         if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
             return replace(step, proof="not provable without data: pass a task, or a batch with apply_unproven")
         untreated = copy.deepcopy(self.model) if exact else None
-        if self.inputs.task is not None and not self._scores:
+        if not exact and self.inputs.task is not None and not self._scores:
             self._scores = scores(self.model, self.inputs.task)
         try:
             edit = _VERBS[remedy.verb](self.model, self.inputs, options)
