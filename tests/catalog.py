@@ -671,6 +671,22 @@ def _network_with_gains() -> nn.Module:
     return model
 
 
+class _Residual(nn.Module):
+    """A stream of 8 channels, which norms without gains read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(8, elementwise_affine=False), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+def _network_with_a_stream() -> nn.Module:
+    norm = nn.LayerNorm(8, elementwise_affine=False)
+    return nn.Sequential(nn.Linear(8, 8), _Residual(), _Residual(), norm, nn.Linear(8, 3))
+
+
 def _tokens() -> Tensor:
     return seeded(3, 5, 8)
 
@@ -724,6 +740,22 @@ VERBS += [
         model=_network_with_gains,
         inputs=_tokens,
         keeps_function=True,
+    ),
+    _verb(
+        "rotate_ values",
+        lambda m: S.rotate_(m, ("values",)),
+        model=_attention_network,
+        inputs=_tokens,
+        keeps_function=True,
+        idempotent=True,
+    ),
+    _verb(
+        "rotate_ stream",
+        lambda m: S.rotate_(m, ("stream",)),
+        model=_network_with_a_stream,
+        inputs=_tokens,
+        keeps_function=True,
+        idempotent=True,
     ),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
     _verb(

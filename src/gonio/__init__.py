@@ -34,6 +34,7 @@ _EXPORTS = {
         "match_statistics_",
         "parametrize_",
         "recycle_",
+        "rotate_",
         "shrink_intruders_",
         "swap_",
     ),
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.surgery import match_statistics_ as match_statistics_
     from gonio.surgery import parametrize_ as parametrize_
     from gonio.surgery import recycle_ as recycle_
+    from gonio.surgery import rotate_ as rotate_
     from gonio.surgery import shrink_intruders_ as shrink_intruders_
     from gonio.surgery import swap_ as swap_
     from gonio.surgery.equivalent import equivalent as equivalent

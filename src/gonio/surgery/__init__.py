@@ -14,8 +14,9 @@ from gonio.editing.where import (
     select,
     sites,
 )
-from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
+from gonio.surgery.anatomy import anatomy
 from gonio.surgery.balance import balance_
+from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.equivalent import Deviation, equivalent, generated_example
 from gonio.surgery.even_out import even_out_
@@ -28,6 +29,7 @@ from gonio.surgery.match_statistics import match_statistics_
 from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.recording import Part
 from gonio.surgery.recycle import recycle_
+from gonio.surgery.rotate import rotate_
 from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
 
@@ -66,6 +68,7 @@ __all__ = [
     "match_statistics_",
     "parametrize_",
     "recycle_",
+    "rotate_",
     "select",
     "shrink_intruders_",
     "sites",
