@@ -22,6 +22,7 @@ TASKS = {
     "angle-histogram": 6,
     "decoupled-network-and-back": 2,
     "balance-for-int8": 2,
+    "transformer-to-int4": 3,
     "tensorboard": 2,
     "compare-with-your-own-script": 1,
     "scale-shift-invariant-decay": 1,

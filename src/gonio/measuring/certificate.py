@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf, sqrt
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.escaping import printed
-from gonio.measuring.figures.lipschitz import Factor, Run, UpperBounds, quotient
+from gonio.measuring.exports import json_data
+from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
 from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of, why_not_dense
@@ -102,10 +103,9 @@ class Certificate:
         return predicted, radii.nan_to_num(nan=0.0, posinf=inf).amin(1) * (1 - 1e-9)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the network as JSON-able data; an infinite slack is None."""
-        rows = [{key: None if value == inf else value for key, value in asdict(row).items()} for row in self.rows]
-        slack = None if self.slack == inf else self.slack
-        return {"schema": "gonio.certificate/1", "upper": self.upper, "lower": self.lower, "slack": slack, "rows": rows}
+        """Everything but the network as JSON-able data; a number that is not finite is None."""
+        bounds = {"upper": self.upper, "lower": self.lower, "slack": self.slack, "rows": self.rows}
+        return {"schema": "gonio.certificate/1", **{key: json_data(value) for key, value in bounds.items()}}
 
     def __str__(self) -> str:
         return printed(self)
@@ -231,7 +231,7 @@ def _head_of(graph: Graph, upper: dict[fx.Node, float]) -> tuple[Tensor, float] 
 # --- the lower bound ----------------------------------------------------------------------------------
 
 
-class _Distances(Run):
+class _Distances(Interpreter):
     """Runs the graph on two inputs: how far their values at each node are apart, per distance of the inputs."""
 
     def __init__(self, graph: Graph, kept: Collection[fx.Node]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,12 +14,13 @@ from rich.text import Text
 
 from gonio.escaping import markdown_cell, plain, shorten
 from gonio.measuring.exports import counted, json_data
+from gonio.measuring.figures.heads import ROLES, HeadMeasurement
 from gonio.measuring.figures.signals import Signal
-from gonio.measuring.figures.structure import MovableScale
+from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.findings.verdicts import verdict
-from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS
+from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 BESIDE = ("norm", "angle", "alignment", "coherence", "sigma", "stable_rank")  # columns of several models side by side
 SCHEMA = "gonio.measurements/1"
+_BLOCKS = 12  # of attention, with a row in a terminal
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +49,7 @@ class Measurements(Table[TensorMeasurement]):
         scale: the squared norm that moving scale between layers would save: the wasted L2. None for a
             source without a graph, or where no scale can move.
         mixtures: of each switchable norm, the shares of the statistics in its mean and in its variance.
+        heads: of the attention blocks of a model, in the order of execution.
         signals: the layers' outputs on a batch, if one was given, in the order in which they ran.
         notes: how the source was read.
         suppressed: the findings that a :class:`Suppression` left out; None where none was applied.
@@ -65,6 +69,7 @@ class Measurements(Table[TensorMeasurement]):
     findings: tuple[Finding, ...] = ()
     scale: MovableScale | None = None
     mixtures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    heads: tuple[HeadMeasurement, ...] = ()
     signals: tuple[Signal, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
@@ -130,10 +135,13 @@ class Measurements(Table[TensorMeasurement]):
                 yield groups.rich()
                 yield Text("")
                 yield Text(said, style="dim")
-            yield tensor_table("layer", shown, COLUMNS, KEPT, width, flagged=flagged)
+            yield tensor_table("layer", shown, columns_of(shown), KEPT, width, flagged=flagged)
             yield Text("")
         if self.scale is not None:
             yield Text(_sentence(self.scale))
+            yield Text("")
+        if self.heads:
+            yield from _heads(self.heads)
             yield Text("")
         for path, shares in self.mixtures.items():
             parts = (f"{what} {', '.join(f'{k} {v:.2f}' for k, v in share.items())}" for what, share in shares.items())
@@ -174,6 +182,7 @@ class Measurements(Table[TensorMeasurement]):
         lanes = lanes_beside(self.layers, [other.layers for other in beside])
         compared = [column for column in COLUMNS if column.name in BESIDE]
         groups, shown, said = self._shown(PAGE)
+        columns = columns_of(self.layers)
         kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
         return render(
             "measurements.html.j2",
@@ -185,8 +194,8 @@ class Measurements(Table[TensorMeasurement]):
             said=said,
             beside=side_by_side((self, *beside), compared) if beside else None,
             made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
-            angles=([c for c in COLUMNS if not c.spectral], angle_columns(shown)),
-            spectra=([c for c in COLUMNS if c.spectral], SPECTRUM_COLUMNS),
+            angles=([c for c in columns if not c.spectral], angle_columns(shown)),
+            spectra=([c for c in columns if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
             scale=self.scale and _sentence(self.scale),
             kinds=tuple(dict.fromkeys(kinds)),
@@ -202,8 +211,17 @@ class Measurements(Table[TensorMeasurement]):
             "verdict": self.verdict,
             "coverage": self.coverage,
             "notes": self.notes,
-            "scale": scale and {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer},
-            **{name: getattr(self, name) for name in ("mixtures", "signals", "findings", "suppressed", "tensors")},
+            "scale": scale
+            and {
+                **asdict(scale),
+                "wasted": scale.wasted,
+                "wasted_by_layer": scale.wasted_by_layer,
+                "pairs": [{**asdict(pair), "wasted": pair.wasted} for pair in scale.pairs],
+            },
+            **{
+                name: getattr(self, name)
+                for name in ("mixtures", "heads", "signals", "findings", "suppressed", "tensors")
+            },
             "versions": self.versions,
         }
         return {key: json_data(value) for key, value in content.items()}
@@ -218,7 +236,15 @@ class Measurements(Table[TensorMeasurement]):
         lines += [""] if self.findings else []
         for sentence in self.suppressed.sentences if self.suppressed is not None else ():
             lines += [markdown_cell(sentence), ""]
-        return "\n".join([*lines, *markdown_table("layer", self.layers, COLUMNS), "", markdown_cell(self.coverage), ""])
+        return "\n".join(
+            [
+                *lines,
+                *markdown_table("layer", self.layers, columns_of(self.layers)),
+                "",
+                markdown_cell(self.coverage),
+                "",
+            ]
+        )
 
 
 def _plural(reason: str, n: int) -> str:
@@ -227,12 +253,38 @@ def _plural(reason: str, n: int) -> str:
 
 
 def _sentence(scale: MovableScale) -> str:
-    """The wasted L2 in one sentence."""
-    return (
+    """The wasted L2 in one sentence, and of attention and MLP blocks in one more."""
+    said = (
         f"The same function can be computed with {scale.wasted:.1%} less squared weight norm ({number(scale.least)} "
         f"instead of {number(scale.sum)}, {counted(scale.layers, 'layer')}; {scale.wasted_by_layer:.1%} less with one "
         f"scale per layer instead of one per neuron): gonio.balance_(model) does it."
     )
+    kinds: dict[str, list[PairScale]] = {}
+    for pair in scale.pairs:
+        kinds.setdefault(pair.kind, []).append(pair)
+    parts = []
+    for kind, pairs in kinds.items():
+        share = 1 - sum(p.least for p in pairs) / (sum(p.sum for p in pairs) or 1.0)
+        worst = max(pairs, key=lambda pair: pair.wasted)
+        most = f" (most in {plain(worst.path) or 'the model'}, {worst.wasted:.1%})" if len(pairs) > 1 else ""
+        parts.append(f"{kind} {share:.1%}{most}")
+    return f"{said} By pairs of weights in blocks: {'; '.join(parts)}." if parts else said
+
+
+def _heads(heads: Sequence[HeadMeasurement]) -> Iterator[RenderableType]:
+    """One row per attention block with the smallest and the largest norm over its heads."""
+    blocks: dict[str, list[HeadMeasurement]] = {}
+    for head in heads:
+        blocks.setdefault(head.path, []).append(head)
+    table = bare_table("norms of heads in", ["heads", *ROLES])
+    for path, members in islice(blocks.items(), _BLOCKS):
+        ends = ([f(getattr(head, role) for head in members) for f in (min, max)] for role in ROLES)
+        table.add_row(
+            Text(shorten(path or "the model")), str(len(members)), *(f"{number(a)}–{number(b)}" for a, b in ends)
+        )
+    yield table
+    if len(blocks) > _BLOCKS:
+        yield Text(f"and {len(blocks) - _BLOCKS} more blocks: to_dict() has all heads", style="dim")
 
 
 def _signal_table(signals: Sequence[Signal], width: int) -> RichTable:

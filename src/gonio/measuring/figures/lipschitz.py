@@ -86,7 +86,7 @@ def quotient(a: float, b: float) -> float:
     return a / b if b > 0 else (inf if a > 0 else 1.0)
 
 
-class Run(fx.Interpreter):
+class Interpreter(fx.Interpreter):
     """Runs a traced graph on the layers of its model, and reads the constants of the trace."""
 
     def __init__(self, graph: Graph) -> None:
@@ -98,7 +98,7 @@ class Run(fx.Interpreter):
         return self.traced.constants[target] if target in self.traced.constants else super().fetch_attr(target)
 
 
-class UpperBounds(Run):
+class UpperBounds(Interpreter):
     """Runs the graph on one input and records the bound of every node that depends on it."""
 
     def __init__(self, graph: Graph) -> None:

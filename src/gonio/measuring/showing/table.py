@@ -30,6 +30,7 @@ class Column(Generic[Subject]):
         width: in characters.
         text: the figure of a subject as text.
         spectral: whether a page shows it in the table of spectra.
+        requested: whether it is left out of tables in which no subject has it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Column(Generic[Subject]):
     width: int
     text: Callable[[Subject], str] | None = None
     spectral: bool = False
+    requested: bool = False
 
     def cell(self, subject: Subject) -> str:
         """The figure of this subject as text."""
