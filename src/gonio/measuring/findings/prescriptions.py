@@ -12,6 +12,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from gonio.messages import Message, fixed, say
+
 
 @dataclass(frozen=True)
 class Prescription:
@@ -37,14 +39,27 @@ class Prescription:
     none: str = ""
 
     def __str__(self) -> str:
+        return str(self.said)
+
+    @property
+    def said(self) -> Message:
+        """The prescription as a sentence."""
         if self.none:
-            return f"none. {self.none}"
+            return say("none. {why}", why=fixed(self.none))
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        said = (
-            f"{self.verb}({options}), proved by {self.proof}. {self.why} It changes {self.changes} "
-            f"It does not repair: {self.cannot[0].lower()}{self.cannot[1:]}"
+        cannot = Message(f"{self.cannot[0].lower()}{self.cannot[1:]}", self.cannot)
+        said = say(
+            "{verb}({options}), proved by {proof}. {why} It changes {changes} It does not repair: {cannot}",
+            verb=self.verb,
+            options=options,
+            proof=fixed(self.proof),
+            why=fixed(self.why),
+            changes=fixed(self.changes),
+            cannot=cannot,
         )
-        return said if self.otherwise is None else f"{said} If the finding remains: {self.otherwise}"
+        if self.otherwise is None:
+            return said
+        return say("{said} If the finding remains: {otherwise}", said=said, otherwise=self.otherwise.said)
 
 
 @cache
@@ -61,13 +76,18 @@ def _read(fields: Mapping[str, Any]) -> Prescription:
     return Prescription(**{**fields, "otherwise": None if then is None else _read(then)})
 
 
-def success_rate(code: str) -> str:
+def success_rate(code: str) -> list[Message]:
     """What became of the damages that were planted and found by a rule (`benchmarks/doctor.py`); empty if none were."""
     text = (resources.files("gonio.measuring.findings") / "treatments.json").read_text(encoding="utf-8")
     seen = json.loads(text).get(code)
     if seen is None or not prescriptions()[code].verb:
-        return ""
-    return (
-        f" Measured: of {seen['cases']} planted damages with this finding, {seen['near']} ended within a point of the "
-        f"healthy network's accuracy, and {seen['refused']} were refused."
-    )
+        return []
+    return [
+        say(
+            "Measured: of {cases} planted damages with this finding, {near} ended within a point of the healthy "
+            "network's accuracy, and {refused} were refused.",
+            cases=seen["cases"],
+            near=seen["near"],
+            refused=seen["refused"],
+        )
+    ]

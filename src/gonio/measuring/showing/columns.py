@@ -8,6 +8,7 @@ from dataclasses import fields
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.tensor import Shown, TensorMeasurement
 from gonio.measuring.showing.table import Column, figures
+from gonio.messages import local, say
 from gonio.pages.tables import number
 
 
@@ -98,8 +99,9 @@ KEPT = (
 
 
 def _dead(s: Signal) -> str:
-    broken = f", {s.nonfinite} values NaN or infinite" if s.nonfinite else ""
-    return f"{'ends a branch' if s.branch == 'ends' else f'{s.dead_units} of {s.units}'}{broken}"
+    said = local("ends a branch") if s.branch == "ends" else local(say("{n} of {every}", n=s.dead_units, every=s.units))
+    broken = local(say(", {n} values NaN or infinite", n=s.nonfinite)) if s.nonfinite else ""
+    return f"{said}{broken}"
 
 
 def _angles(s: Signal) -> str:
@@ -107,7 +109,7 @@ def _angles(s: Signal) -> str:
 
 
 def _gradient(s: Signal) -> str:
-    return "waits" if s.branch == "waits" else number(s.gradient_rms)
+    return local("waits") if s.branch == "waits" else number(s.gradient_rms)
 
 
 SIGNALS: tuple[Column[Signal], ...] = (
