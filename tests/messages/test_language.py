@@ -235,3 +235,51 @@ def test_an_exception_stays_english() -> None:
     said = "there is no rule or column named 'G0001'. Did you mean"
     with gonio.language("zh"), pytest.raises(gonio.errors.UnknownNameError, match=said):
         gonio.measuring.explain("G0001")
+
+
+def test_a_check_is_shown_in_chinese_and_exported_in_english() -> None:
+    state = {f"layers.{i}.down.weight": torch.randn(64, 64) for i in range(5)}
+    before = gonio.check(state)
+    state["layers.1.down.weight"][2, 7] = torch.nan
+    state["layers.2.down.weight"][3] = 0
+    found = gonio.check(state, against=before.fingerprints)
+    english = found.to_json()
+    with gonio.language("zh"):
+        shown, page = str(found), found._repr_html_()
+        assert found.to_json() == english
+        assert str(before).startswith("完好：5 个张量都在，每个值都有限。")
+    assert "已损坏：1 个错误、2 个警告。" in shown
+    for sentence in ("4096 个数中有 1 个为 NaN 或无穷大，第一个在 [2, 7]", "第 3 行为 0", "它的值改变了"):
+        assert sentence in shown
+        assert sentence in page
+    assert not is_chinese(str(found))
+
+
+def test_changes_are_shown_in_chinese_and_exported_in_english() -> None:
+    base = {"a.weight": torch.randn(8, 16), "b.weight": torch.randn(8, 16)}
+    change = torch.randn(8, 16)
+    one, two = ({**base, "a.weight": base["a.weight"] + sign * 3 * change} for sign in (1, -1))
+    for found in (gonio.measure(base, one), gonio.measure(base, one, two)):
+        english = found.to_json()
+        with gonio.language("zh"):
+            shown, page = str(found), Page(found.to_html())
+            assert found.to_json() == english
+        assert "改变的范数是基础模型的" in shown
+        headings = [text for tag, text in page.texts if tag in ("h2", "th", "dd", "summary")]
+        assert "诊断" in headings
+        assert "各列的含义" in headings
+        assert not is_chinese(str(found))
+    assert "的改变之间的余弦为" in shown
+
+
+def test_the_page_of_a_training_is_in_chinese() -> None:
+    layer = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.01)
+    tracker = gonio.Tracker(layer, optimizer=optimizer, every=1)
+    for _ in range(3):
+        layer(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+    with gonio.language("zh"):
+        page = Page(tracker.to_html())
+    assert [text for tag, text in page.texts if tag == "h1"] == ["这次训练如何转动权重"]
+    assert not is_chinese(tracker.to_html())
