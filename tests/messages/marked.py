@@ -12,6 +12,11 @@ from typing import Any
 import jinja2
 import yaml
 
+from gonio.lab.claims.claim import SCOPES
+from gonio.lab.claims.result import WORDS
+from gonio.lab.showing import tables
+from gonio.lab.showing.claims import _MARKS
+
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "gonio"
 # The arguments that are texts, by the function that takes them: their places, or the names of keywords.
 TEXTS: dict[str, tuple[int | str, ...]] = {
@@ -51,6 +56,9 @@ def marked() -> dict[str, str]:
     for path in sorted(SOURCE.rglob("*.j2")):
         for text in _of_template(path.read_text(encoding="utf-8")):
             found.setdefault(text, path.name)
+    for words in (_MARKS, tables._MARKS, *WORDS.values()):  # verdicts, which code compares
+        found |= dict.fromkeys((*words, *words.values()) if words in WORDS.values() else words, "verdicts")
+    found |= dict.fromkeys((*SCOPES, "finished", "points", "percent", "variance"), "words in results")
     findings = SOURCE / "measuring" / "findings"
     for name, plainly in (("rules.yaml", ("level", "source")), ("prescriptions.yaml", ("verb",))):
         for text in _of_data(yaml.safe_load((findings / name).read_text(encoding="utf-8")), plainly):
@@ -93,10 +101,11 @@ def _constants(node: ast.AST | None) -> Iterator[str]:
 
 def _of_template(text: str) -> Iterator[str]:
     for call in jinja2.Environment().parse(text).find_all(jinja2.nodes.Call):
+        texts = [arg.value if isinstance(arg, jinja2.nodes.Const) else "" for arg in call.args]
         if isinstance(call.node, jinja2.nodes.Name) and call.node.name in ("say", "local"):
-            first = call.args[0]
-            if isinstance(first, jinja2.nodes.Const):
-                yield first.value
+            yield texts[0]
+        elif isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr == "counted":
+            yield f"{{n:,}} {texts[1]}"
 
 
 def _of_data(content: Any, plainly: tuple[str, ...]) -> Iterator[str]:

@@ -15,6 +15,10 @@ from torch import nn
 import gonio
 from cli.shell import invoke
 from gonio.cli.app import asked_language
+from gonio.escaping import printed
+from gonio.lab import showing
+from gonio.lab.claims import judge_claims, load_claim
+from gonio.lab.showing.claims import claims_html
 from gonio.languages import language_of
 from gonio.messages import Message, fixed, joined, local, recognised, say
 from html_reader import Page
@@ -283,3 +287,27 @@ def test_the_page_of_a_training_is_in_chinese() -> None:
         page = Page(tracker.to_html())
     assert [text for tag, text in page.texts if tag == "h1"] == ["这次训练如何转动权重"]
     assert not is_chinese(tracker.to_html())
+
+
+def test_a_comparison_is_shown_in_chinese_and_exported_in_english() -> None:
+    found = showing.example()
+    exports = (showing.to_json, showing.to_csv, showing.to_markdown, showing.to_latex)
+    english = [export(found) for export in exports]
+    with gonio.language("zh"):
+        page, shown = Page(showing.html(found)), printed(showing.text(found))
+        assert [export(found) for export in exports] == english
+    assert shown.startswith("decoupled-tanh 有益：+0.90 百分点（95% 区间")
+    assert "▲ 有益" in shown
+    headings = [text for tag, text in page.texts if tag == "h2"]
+    assert headings == ["结论", "证据", "开销", "学习曲线", "各层的夹角与范数", "配方及其改变", "该研究"]
+    assert not is_chinese(showing.html(found))
+
+
+def test_the_page_of_claims_is_in_chinese() -> None:
+    claim = load_claim("bn-imagenet")
+    found = judge_claims([claim], "no-folder")
+    with gonio.language("zh"):
+        page = Page(claims_html(found))
+    assert [text for tag, text in page.texts if tag == "h2"] == ["论断", "归一化", "本次运行"]
+    assert claim.claim_zh in [text for tag, text in page.texts if tag == "h3"]
+    assert claim.claim_zh not in claims_html(found)

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gonio.escaping import plain, redact
-from gonio.messages import Message, local, say, tag
+from gonio.messages import Message, fixed, local, say, tag
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -71,7 +71,7 @@ def environment(package: str) -> Environment:
     made.globals.update(
         style=Markup(style), script=Markup(script), policy=_policy(style, script), plain=plain, breakable=breakable
     )
-    made.globals.update(say=say, local=local, language=tag, words=_words)
+    made.globals.update(say=say, local=local, fixed=fixed, capitalised=_capitalised, language=tag, words=_words)
     return made
 
 
@@ -92,6 +92,12 @@ _WORDS = {
     "warn": say("warn"),
     "info": say("info"),
 }
+
+
+def _capitalised(text: str) -> str:
+    """A text in the language of the page, with a capital letter first."""
+    said = local(text)
+    return said[:1].upper() + said[1:]
 
 
 def _words() -> str:
