@@ -42,7 +42,7 @@ ERRORS: dict[str, tuple[int | str, ...]] = {
     "StudyError": (1, 2),
     "NotApplicableError": (0, 2, 3, "action"),
 }
-IN_ERRORS = ("cli",)
+IN_ERRORS = ("cli/", "models/", "measuring/reading/source.py", "measuring/reading/formats/", "measuring/checking/")
 NOUNS = {"counted": 1, "verdict": 2}  # the place of a noun that a number stands before
 
 
@@ -50,7 +50,7 @@ def marked() -> dict[str, str]:
     """Each text, and the file that has it."""
     found: dict[str, str] = {", ": "__init__.py"}  # the default of `joined`
     for path in sorted(SOURCE.rglob("*.py")):
-        texts = TEXTS | ERRORS if path.relative_to(SOURCE).parts[0] in IN_ERRORS else TEXTS
+        texts = TEXTS | ERRORS if path.relative_to(SOURCE).as_posix().startswith(IN_ERRORS) else TEXTS
         for text in _of_python(ast.parse(path.read_text(encoding="utf-8")), texts):
             found.setdefault(text, path.name)
     for path in sorted(SOURCE.rglob("*.j2")):

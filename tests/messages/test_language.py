@@ -224,6 +224,11 @@ def test_a_column_is_explained_in_chinese(name: str) -> None:
         (["explain", "G0001"], "gonio：没有名为 'G0001' 的规则、列或论断。是否想写 G001"),
         (["mesure"], "错误：没有命令 'mesure'。"),
         (["explain", "a", "b"], "错误：多余的参数（b）"),
+        (["measure", "x.pt", "--widths", "a"], "gonio：--widths 需要用逗号分隔的整数；实际为："),
+        (
+            ["measure", "x.pt", "--html", "none/x.html"],
+            "gonio：无法写入 'none/x.html'；实际为：没有文件夹 'none'。请先创建它。",
+        ),
     ],
 )
 def test_errors_of_the_command_line_are_in_chinese(
@@ -311,3 +316,9 @@ def test_the_page_of_claims_is_in_chinese() -> None:
     assert [text for tag, text in page.texts if tag == "h2"] == ["论断", "归一化", "本次运行"]
     assert claim.claim_zh in [text for tag, text in page.texts if tag == "h3"]
     assert claim.claim_zh not in claims_html(found)
+
+
+def test_a_file_that_is_absent_is_reported_in_chinese() -> None:
+    result = invoke("check", "absent.pt", "--lang", "zh")
+    assert result.exit_code == 3
+    assert result.stderr == "gonio：文件 'absent.pt'：无法读取；没有这个文件。请检查路径。\n"
