@@ -48,7 +48,7 @@ NOUNS = {"counted": 1, "verdict": 2}  # the place of a noun that a number stands
 
 def marked() -> dict[str, str]:
     """Each text, and the file that has it."""
-    found: dict[str, str] = {", ": "__init__.py"}  # the default of `joined`
+    found: dict[str, str] = {", ": "__init__.py"}  # the default of `joined`; a space stands between sentences
     for path in sorted(SOURCE.rglob("*.py")):
         texts = TEXTS | ERRORS if path.relative_to(SOURCE).as_posix().startswith(IN_ERRORS) else TEXTS
         for text in _of_python(ast.parse(path.read_text(encoding="utf-8")), texts):
@@ -66,7 +66,7 @@ def marked() -> dict[str, str]:
     rates = json.loads((findings / "false_alarms.json").read_text(encoding="utf-8"))
     for case in rates["cases"].values():
         found.setdefault(case["of"], "false_alarms.json")
-    return {text: place for text, place in found.items() if has_words(text)}
+    return {" ": "__init__.py", **{text: place for text, place in found.items() if has_words(text)}}
 
 
 def has_words(text: str) -> bool:

@@ -177,7 +177,7 @@ def test_a_measurement_is_shown_in_chinese_and_exported_in_english() -> None:
         assert (found.to_json(), found.to_csv(), found.to_markdown()) == english[1:]
     assert "32 个数中有 1 个为 NaN 或无穷大，第一个在 [1, 2]" in shown
     assert "2/2 层、整个模型：1 个错误、1 个警告、1 个提示。" in shown
-    assert "已测量：2/4 个张量。" in shown
+    assert "已测量：2/4 个张量。只检查" in shown
     assert str(found) == english[0]
     assert not any(map(is_chinese, english))
 
