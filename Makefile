@@ -103,6 +103,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/build_claims.py
 	$(BIN)/python docs/build_methods.py
 	$(BIN)/python docs/build_sources.py
+	$(BIN)/python docs/build_schemas.py
 	$(BIN)/python -m benchmarks.other_tools --table
 
 # The pages, notebooks and docstrings as a site; needs no network. NOTEBOOKS=off leaves the pictures of notebooks out.

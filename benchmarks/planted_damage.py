@@ -28,8 +28,9 @@ from benchmarks.results import FOLDER
 from gonio.measuring import Finding, measure
 
 RESULT = FOLDER / "planted_damage.json"
-WEIGHTED = (nn.Linear, nn.Conv2d)
-NORMS = (nn.BatchNorm2d, nn.LayerNorm)
+WEIGHTED = (nn.Linear, nn.Conv1d, nn.Conv2d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm)
+Plant = Callable[[nn.Module, nn.Module, Tensor], None]  # damages one layer of a model that takes these inputs
 MODES = ("checkpoint", "model", "model and batch")
 
 
@@ -47,7 +48,7 @@ class Damage:
     """
 
     name: str
-    plant: Callable[[nn.Module, nn.Module], None]
+    plant: Plant
     kinds: tuple[type[nn.Module], ...] = WEIGHTED
     hidden: str = ""
 
@@ -58,22 +59,22 @@ def some_rows(layer: nn.Module, share: float) -> Tensor:
     return weight[: max(1, round(share * len(weight)))]
 
 
-def scaled(share: float, factor: float) -> Callable[[nn.Module, nn.Module], None]:
-    return lambda model, layer: some_rows(layer, share).mul_(factor)
+def scaled(share: float, factor: float) -> Plant:
+    return lambda model, layer, inputs: some_rows(layer, share).mul_(factor)
 
 
-def copied(share: float, sign: float) -> Callable[[nn.Module, nn.Module], None]:
-    def plant(model: nn.Module, layer: nn.Module) -> None:
+def copied(share: float, sign: float) -> Plant:
+    def plant(model: nn.Module, layer: nn.Module, inputs: Tensor) -> None:
         taken = some_rows(layer, share)
         layer.weight[-len(taken) :] = sign * taken
 
     return plant
 
 
-def entry(name: str, value: float) -> Callable[[nn.Module, nn.Module], None]:
+def entry(name: str, value: float) -> Plant:
     """One entry of a parameter or buffer."""
 
-    def plant(model: nn.Module, layer: nn.Module) -> None:
+    def plant(model: nn.Module, layer: nn.Module, inputs: Tensor) -> None:
         tensor = getattr(layer, name, None)
         if tensor is None:
             raise NotHereError
@@ -82,10 +83,10 @@ def entry(name: str, value: float) -> Callable[[nn.Module, nn.Module], None]:
     return plant
 
 
-def each(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, nn.Module], None]:
+def each(name: str, change: Callable[[Tensor], Tensor]) -> Plant:
     """A whole parameter or buffer."""
 
-    def plant(model: nn.Module, layer: nn.Module) -> None:
+    def plant(model: nn.Module, layer: nn.Module, inputs: Tensor) -> None:
         tensor = getattr(layer, name, None)
         if tensor is None:
             raise NotHereError
@@ -105,7 +106,7 @@ def of_rank(rank: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def moved(model: nn.Module, layer: nn.Module) -> None:
+def moved(model: nn.Module, layer: nn.Module, inputs: Tensor) -> None:
     """Scale moved to this layer from the next one; ReLU, pooling and flattening between them keep the function."""
     layers = list(model) if isinstance(model, nn.Sequential) else []
     if layer not in layers:
@@ -119,12 +120,12 @@ def moved(model: nn.Module, layer: nn.Module) -> None:
     following.weight.div_(100)
 
 
-def reset(model: nn.Module, layer: nn.Module) -> None:
+def reset(model: nn.Module, layer: nn.Module, inputs: Tensor) -> None:
     torch.manual_seed(1)
     layer.reset_parameters()
 
 
-def forgotten(model: nn.Module, norm: nn.Module) -> None:
+def forgotten(model: nn.Module, norm: nn.Module, inputs: Tensor) -> None:
     norm.reset_running_stats()
 
 
@@ -135,14 +136,14 @@ def before_relu(model: nn.Module, layer: nn.Module) -> None:
         raise NotHereError
 
 
-def dead(share: float) -> Callable[[nn.Module, nn.Module], None]:
+def dead(share: float) -> Plant:
     """Units whose bias is so far down that no image activates them."""
 
-    def plant(model: nn.Module, layer: nn.Module) -> None:
+    def plant(model: nn.Module, layer: nn.Module, inputs: Tensor) -> None:
         before_relu(model, layer)
         outputs: list[Tensor] = []
         with layer.register_forward_hook(lambda _, __, output: outputs.append(output)):
-            model(digits()[0])
+            model(inputs)
         highest = outputs[0].transpose(0, 1).flatten(1).amax(1)
         some = slice(round(share * len(highest)))
         layer.bias[some] -= highest[some] + 1
@@ -173,7 +174,7 @@ def noisy(share: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
-BATCH_NORM = (nn.BatchNorm2d,)
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d)
 ORDINARY = "the weights are as likely as those that training finds"
 AFTER_NORM = f"{ORDINARY}; batch norms behind the layer show it by their running statistics"
 DAMAGES = (
@@ -239,7 +240,7 @@ def layers_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[tupl
 
 
 @torch.no_grad()
-def planted(model: nn.Module) -> Iterator[Planted]:
+def planted(model: nn.Module, inputs: Tensor) -> Iterator[Planted]:
     """Every damage in the first, the middle and the last layer in which it can be."""
     for damage in DAMAGES:
         paths = [path for path, _ in layers_of(model, damage.kinds)]
@@ -249,7 +250,7 @@ def planted(model: nn.Module) -> Iterator[Planted]:
                 continue
             twin = copy.deepcopy(model)
             try:
-                damage.plant(twin, twin.get_submodule(paths[index]))
+                damage.plant(twin, twin.get_submodule(paths[index]), inputs)
             except NotHereError:
                 continue
             yield Planted(damage, place, twin, paths[index])
@@ -268,7 +269,7 @@ def tried(networks: int) -> list[dict[str, Any]]:
     for number in range(100, 100 + networks):  # those that the rules were written with have smaller numbers
         name, model, score = healthy(number)
         before = {mode: alarms(model, mode) for mode in MODES}
-        for case in planted(model):
+        for case in planted(model, digits()[0]):
             record = {
                 "damage": case.damage.name,
                 "place": case.place,

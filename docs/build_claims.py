@@ -1,6 +1,6 @@
 """Writes docs/claims/*.md, pictures and two tables from the committed results in benchmarks/results/claims/full.json.
 
-The table of methods in README.md and that of all claims in docs/index.md lie between the comments `<!-- claims -->` and
+The table of methods in README.md and the counts in docs/index.md lie between the comments `<!-- claims -->` and
 `<!-- /claims -->`. docs/claims/corrections.md is written by hand.
 
 `python docs/build_claims.py` writes the pages; with `--check` it fails if a page differs from what it would write.
@@ -60,14 +60,14 @@ def pages() -> dict[Path, str]:
             for name, picture in ((claim.name, claim_picture), (f"{claim.name}-task", task_picture)):
                 svg = picture(one) if one else ""
                 written |= {PAGES / "images" / f"{name}.svg": standalone(svg) + "\n"} if svg else {}
-        written[PAGES / f"{seed}.md"] = "\n".join(lines) + "\n"
+        written[PAGES / f"{committed.PAGE[seed]}.md"] = "\n".join(lines) + "\n"
     head = [HEAD, "# What the papers claim, tried here", ""]
-    lines = [*head, _counts(found), "", *_RULES, "", _CORRECTIONS, "", *_table(found), "", *_noise(found), "",
+    lines = [*head, _counts(found), "", *_RULES, "", _CORRECTIONS, "", *_tables(found), "", *_noise(found), "",
              *_other_seeds()]  # fmt: skip
     written[PAGES / "README.md"] = "\n".join(lines) + "\n"
     written |= {path: _between(path, text) for path, text in (
         (ROOT / "README.md", _methods(found)),
-        (ROOT / "docs" / "index.md", "\n".join([_counts(found), "", *_table(found, folder="claims/")]) + "\n"),
+        (ROOT / "docs" / "index.md", _counts(found) + "\n"),
     )}  # fmt: skip
     return written
 
@@ -102,7 +102,7 @@ def _methods(found: dict[str, ClaimResult]) -> str:
             if case is None
             else " · ".join(f"×{cost[table, case]:.2f}" for table in ("ResNet-18", "digits-network"))
         )
-        link = f"[{claim.claim.rstrip('.')}](docs/claims/{claim.seed}.md#{name})"
+        link = f"[{claim.claim.rstrip('.')}](docs/claims/{committed.PAGE[claim.seed]}.md#{name})"
         effect = effect_text(one) if one else ""
         lines.append(f"| {method} | {link} | {claim.scope} | {committed.word_of(claim, one)} | {effect} | {step} |")
     return "\n".join(lines) + "\n"
@@ -207,15 +207,27 @@ def _noise(found: dict[str, ClaimResult]) -> list[str]:
     return lines
 
 
-def _table(found: dict[str, ClaimResult], folder: str = "") -> list[str]:
-    """All claims with their verdicts; `folder` leads from the page to those of the claims."""
-    rows = ["| claim | sentence | scope | verdict | effect (95 % interval) |", "|---|---|---|---|---|"]
-    for claim in load_claims():
-        one = found.get(claim.name)
-        effect, verdict = effect_text(one) if one else "", committed.word_of(claim, one)
-        link = f"[{claim.name}]({folder}{claim.seed}.md#{claim.name})"
-        rows.append(f"| {link} | {claim.claim} | {claim.scope} | {verdict} | {effect} |")
-    return rows
+def _tables(found: dict[str, ClaimResult]) -> list[str]:
+    """The claims by topic, those with a verdict; then all the others."""
+    lines, claims = [], load_claims()
+    for seed, topic in SEEDS.items():
+        tried = [claim for claim in claims if claim.seed == seed and claim.name in found]
+        rows = [(_link(claim), claim.claim, claim.scope, committed.word_of(claim, found[claim.name]),
+                 effect_text(found[claim.name])) for claim in tried]  # fmt: skip
+        if rows:
+            heads = ("claim", "sentence", "scope", "verdict", "effect (95 % interval)")
+            lines += [f"## On {topic}", "", *markdown_rows(heads, rows), ""]
+    others = [claim for claim in claims if claim.name not in found]
+    rows = [(_link(claim), claim.claim, claim.scope, committed.word_of(claim, None)) for claim in others]
+    return [*lines, "## Without a verdict", "", *markdown_rows(("claim", "sentence", "scope", "state"), rows)]
+
+
+def markdown_rows(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ("---",) * len(heads), *rows)]
+
+
+def _link(claim: Claim) -> str:
+    return f"[{claim.name}]({committed.PAGE[claim.seed]}.md#{claim.name})"
 
 
 def _other_seeds() -> list[str]:

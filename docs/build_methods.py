@@ -133,7 +133,7 @@ def _claims(found: dict[str, ClaimResult], names: Iterable[str], language: Langu
     rows = [head, ("---",) * len(head)]
     for name in names:
         claim, one = load_claim(name), found.get(name)
-        link = f"[{language.sentence(claim)}]({to}/{claim.seed}.md#{name})"
+        link = f"[{language.sentence(claim)}]({to}/{committed.PAGE[claim.seed]}.md#{name})"
         verdict, effect = committed.word_of(claim, one), effect_text(one) if one else ""
         method = (titles[name],) if titles else ()
         rows.append((*method, link, *(language.say(text) for text in (claim.scope, verdict, effect))))
@@ -156,7 +156,7 @@ def _all_claims(found: dict[str, ClaimResult]) -> str:
         rows = [CHINESE.claims, ("---",) * 4]
         for claim in (each for each in claims if each.seed == seed):
             one = found.get(claim.name)
-            link = f"[{claim.claim_zh}](../claims/{seed}.md#{claim.name})"
+            link = f"[{claim.claim_zh}](../claims/{committed.PAGE[seed]}.md#{claim.name})"
             texts = (claim.scope, committed.word_of(claim, one), effect_text(one) if one else "")
             rows.append((link, *map(CHINESE.say, texts)))
         lines += ["", f"## {topic}", "", _table(rows).rstrip("\n")]

@@ -117,7 +117,7 @@ def _page(language: Language) -> str:
 def _facts(number: str, article: dict[str, Any], language: Language) -> list[str]:
     author, date, address, about, teaches, place, wrong, claims, corrections = language.labels
     pages = [f"[{Path(page).stem}]({_page_link(page, language)})" for page in article["pages"]]
-    claim_page = f"{language.up}claims/{number}.md"
+    claim_page = f"{language.up}claims/{committed.PAGE[number]}.md"
     facts = {
         author: article["author"] if language is CHINESE else f"{article['author_en']}, *{article['title']}*",
         date: article["date"] or language.not_stated,
@@ -126,7 +126,7 @@ def _facts(number: str, article: dict[str, Any], language: Language) -> list[str
         teaches: article[f"teaches{language.key}"],
         place: ", ".join(pages),
         wrong: f"{article[f'wrong{language.key}']} [{corrections}]({language.corrections})",
-        claims: f"[{number}]({claim_page})",
+        claims: f"[{committed.PAGE[number]}]({claim_page})",
     }
     return [f"- {label}{language.colon}{text}" for label, text in facts.items()]
 
@@ -139,7 +139,8 @@ def _page_link(page: str, language: Language) -> str:
 def _cells(row: dict[str, Any], language: Language) -> tuple[str, ...]:
     names = ", ".join(f"`gonio.{name}`" for name in row["names"])
     tests = [f"`{test.partition('::')[2]}`" for test in row.get("tests", ()) if "test_the_verdicts_follow" not in test]
-    claims = [f"[{name}]({language.up}claims/{load_claim(name).seed}.md#{name})" for name in row.get("claims", ())]
+    pages = {name: committed.PAGE[load_claim(name).seed] for name in row.get("claims", ())}
+    claims = [f"[{name}]({language.up}claims/{page}.md#{name})" for name, page in pages.items()]
     why = row.get(f"why{language.key}", "")
     state = language.states[row["state"]] + (f"{language.colon}{why}" if why else "")
     quote = row["quote"].replace("|", "\\|")
@@ -162,7 +163,7 @@ def _with_articles(path: Path, language: Language) -> str:
         if chinese:
             said = f"{committed.CHINESE[said.partition(' (')[0]]}（{committed.CHINESE[claim.scope]}）"
         verdict = f"{said}{language.colon}"
-        link = f"[{sentence}](docs/claims/{claim.seed}.md#{claim.name})"
+        link = f"[{sentence}](docs/claims/{committed.PAGE[claim.seed]}.md#{claim.name})"
         rows.append(
             _line(
                 (f"[{number}, {author}]({folder}/sources.md#{anchor})", method, f"`{article['line']}`", verdict + link)

@@ -8,6 +8,15 @@ from pathlib import Path
 from gonio.lab.claims import Claim, ClaimResult, ClaimResults, from_data, load_claim, load_claims
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "claims" / "full.json"
+PAGE = {
+    "000": "angular-regularisation",
+    "001": "scale-shift-invariant",
+    "002": "normalisation",
+    "003": "decoupled",
+    "004": "initialisation",
+    "training": "training",
+    "control": "control",
+}  # the claims' page of each document, called like the page of its method
 CHINESE = {
     "no useful effect": "无实际作用",
     "not seen": "未见此效应",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version as installed_version
-from inspect import ismodule
+from inspect import getdoc, ismodule
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
@@ -22,7 +23,8 @@ release = version = installed_version("gonio")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme, html_title, html_math_renderer = "furo", f"gonio {release}", "mathml"
-html_extra_path, html_static_path, html_css_files = ["llms.txt"], ["_static"], ["notebooks.css"]
+html_extra_path, html_static_path = ["llms.txt", "schemas"], ["_static"]
+html_css_files, html_js_files = ["site.css"], ["tables.js"]
 
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
@@ -36,6 +38,25 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs", "Source"]
+
+
+def _index(packages: dict[str, Any]) -> str:
+    """Every public name with one line, by package."""
+    lines = ["# API reference", ""]
+    for name, package in sorted(packages.items()):
+        members = [(item, getattr(package, item)) for item in sorted(package.__all__, key=str.lower)]
+        if name != "gonio":
+            members = [(item, member) for item, member in members if item not in gonio.__all__]
+        rows = [f"| {{py:obj}}`{item} <{name}.{item}>` | {_first_line(member)} |" for item, member in members
+                if not ismodule(member) and item != "__version__"]  # fmt: skip
+        lines += [f"## [{name}]({name}.md)", "", _first_line(package), "", "| name | |", "|---|---|", *rows, ""]
+    return "\n".join([*lines, "```{toctree}", ":hidden:", "", *packages, "```", ""])
+
+
+def _first_line(member: Any) -> str:
+    """The first sentence of a docstring; that of its class for a constant."""
+    text = re.sub(r":math:`([^`]+)`", r"$\1$", (getdoc(member) or "").partition("\n\n")[0])
+    return re.sub(r":\w+:`[~!]?\.?([^`<]+)(?: <[^>]+>)?`", r"`\1`", " ".join(text.split())).replace("|", "\\|")
 
 
 # Results are tables, whose exports are methods of a base that is not public.
@@ -56,7 +77,7 @@ def write_reference(app: Sphinx) -> None:
     for name, options in pages.items():
         text = f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n{options}```\n"
         if name == "index":
-            text = "# API reference\n\n```{toctree}\n" + "\n".join(key for key in pages if key != "index") + "\n```\n"
+            text = _index({"gonio": gonio, **packages})
         page = folder / f"{name}.md"
         if not page.exists() or page.read_text(encoding="utf-8") != text:  # Sphinx reads what is newer
             page.write_text(text, encoding="utf-8")

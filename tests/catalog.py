@@ -633,6 +633,15 @@ def _network_with_faults() -> nn.Module:
     return model
 
 
+def _network_out_of_scale() -> nn.Module:
+    """One filter is 100 times as large as the batch norm behind it stores."""
+    model = _small_network()
+    S.calibrate_(model, [_images()])
+    with torch.no_grad():
+        model[0].weight[1] *= 100
+    return model
+
+
 def _decoupled_network() -> nn.Module:
     return nn.Sequential(
         gnn.DecoupledConv2d(2, 4, 3, padding=1, magnitude=gnn.magnitude.Ball(learn_radius=True)),
@@ -662,6 +671,22 @@ def _network_with_gains() -> nn.Module:
     return model
 
 
+class _Residual(nn.Module):
+    """A stream of 8 channels, which norms without gains read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(8, elementwise_affine=False), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+def _network_with_a_stream() -> nn.Module:
+    norm = nn.LayerNorm(8, elementwise_affine=False)
+    return nn.Sequential(nn.Linear(8, 8), _Residual(), _Residual(), norm, nn.Linear(8, 3))
+
+
 def _tokens() -> Tensor:
     return seeded(3, 5, 8)
 
@@ -687,6 +712,13 @@ VERBS += [
     _verb("lsuv_", lambda m: S.lsuv_(m, _images()), idempotent=True),
     _verb("calibrate_", lambda m: S.calibrate_(m, [_images()]), idempotent=True),
     _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),
+    _verb("even_out_", lambda m: S.even_out_(m), model=_network_out_of_scale, idempotent=True),
+    _verb(
+        "match_statistics_",
+        lambda m: S.match_statistics_(m, [_images()]),
+        model=_network_out_of_scale,
+        idempotent=True,
+    ),
     _verb("balance_ neuron", lambda m: S.balance_(m), keeps_function=True, idempotent=True),
     _verb("balance_ layer", lambda m: S.balance_(m, level="layer"), keeps_function=True, idempotent=True),
     *[
@@ -708,6 +740,22 @@ VERBS += [
         model=_network_with_gains,
         inputs=_tokens,
         keeps_function=True,
+    ),
+    _verb(
+        "rotate_ values",
+        lambda m: S.rotate_(m, ("values",)),
+        model=_attention_network,
+        inputs=_tokens,
+        keeps_function=True,
+        idempotent=True,
+    ),
+    _verb(
+        "rotate_ stream",
+        lambda m: S.rotate_(m, ("stream",)),
+        model=_network_with_a_stream,
+        inputs=_tokens,
+        keeps_function=True,
+        idempotent=True,
     ),
     _verb("hold_ initial", lambda m: optim.hold_(m, _optimizer(m)), keeps_function=True),
     _verb(

@@ -28,11 +28,14 @@ _EXPORTS = {
         "calibrate_",
         "convert_gradually_",
         "equivalent",
+        "even_out_",
         "fold_",
         "init_",
         "lsuv_",
+        "match_statistics_",
         "parametrize_",
         "recycle_",
+        "rotate_",
         "shrink_intruders_",
         "swap_",
     ),
@@ -85,8 +88,10 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.surgery import fold_ as fold_
     from gonio.surgery import init_ as init_
     from gonio.surgery import lsuv_ as lsuv_
+    from gonio.surgery import match_statistics_ as match_statistics_
     from gonio.surgery import parametrize_ as parametrize_
     from gonio.surgery import recycle_ as recycle_
+    from gonio.surgery import rotate_ as rotate_
     from gonio.surgery import shrink_intruders_ as shrink_intruders_
     from gonio.surgery import swap_ as swap_
     from gonio.surgery.equivalent import equivalent as equivalent

@@ -11,20 +11,22 @@ from gonio.measuring import Finding
 
 
 @pytest.mark.parametrize(
-    ("scores", "kept", "exact", "stated", "expected"),
+    ("scores", "kept", "stated", "expected"),
     [
-        ((98, 10, 98), True, False, False, "restored"),
-        ((98, 10, 96), True, False, False, "not restored"),
-        ((98, 10, 96), True, False, True, "in part"),
-        ((98, 10, 10), True, True, False, "function kept"),
-        ((98, 98, 98), True, True, False, "same score"),
-        ((98, 10, 10), False, False, True, "refused"),
-        ((98, 98, 96), True, True, False, "worse"),
-        ((98, 98, 96), False, False, True, "worse"),
+        ((98, 10, 98), ["calibrate_"], False, "restored"),
+        ((98, 10, 98), ["even_out_", "retrain_"], False, "retrained"),
+        ((98, 10, 96), ["retrain_"], False, "not restored"),
+        ((98, 10, 96), ["retrain_"], True, "in part"),
+        ((98, 10, 10), ["balance_", "recycle_"], False, "function kept"),
+        ((98, 10, 10), ["balance_", "calibrate_"], False, "not restored"),
+        ((98, 98, 98), ["balance_"], False, "same score"),
+        ((98, 10, 10), [], True, "refused"),
+        ((98, 98, 96), ["balance_"], False, "worse"),
+        ((98, 98, 96), [], True, "worse"),
     ],
 )
-def test_outcomes(scores: tuple[float, float, float], kept: bool, exact: bool, stated: bool, expected: str) -> None:
-    assert outcome(*scores, kept=kept, exact=exact, stated=stated) == expected
+def test_outcomes(scores: tuple[float, float, float], kept: list[str], stated: bool, expected: str) -> None:
+    assert outcome(*scores, kept, stated=stated) == expected
 
 
 def test_the_interval_is_wilsons() -> None:
@@ -42,6 +44,7 @@ def test_a_finding_names_its_layer() -> None:
 
 def found() -> dict[str, Any]:
     record = {"damage": "one", "architecture": "a", "outcome": "restored", "layer named": False, "codes": ["G102"]}
+    record["scores"] = [98, 10, 98]
     refused = {**record, "outcome": "refused", "layer named": True}
     healthy = [{"kept": ["balance_"], "scores": [90.0, 88.0]}, {"kept": [], "scores": [90.0, 90.0]}, None]
     return {
@@ -53,11 +56,10 @@ def found() -> dict[str, Any]:
 
 def test_the_table_counts_every_outcome() -> None:
     text = table(found())
-    assert "| one | 3 | 1 | – | – | – | – | 1 | 1 |" in text
-    assert "| restored, same score, or refused for a finding in the damaged layer | 2 of 3 | 66.7% |" in text
-    assert (
-        "| restored or same score, of those with a treatment that claims more than the same function | 1 of 2" in text
-    )
+    assert "| one | 3 | 1 | – | – | – | – | – | 1 | 1 |" in text
+    assert "| restored, retrained, same score, or refused | 2 of 3 | 66.7% |" in text
+    assert "| of those that cost more than a point: restored or retrained | 1 of 3 |" in text
+    assert "treatment that claims more than the same function | 1 of 2" in text
     assert "| healthy networks made worse | 1 of 2 | 50.0% |" in text
     assert "2 damaged networks (2 a)." in text
 

@@ -18,7 +18,6 @@ from changes.references import agreement
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import changes, difference, measure
 from html_reader import Page
-from measuring.test_showing import documented
 
 
 def base() -> dict[str, Tensor]:
@@ -130,14 +129,6 @@ def test_one_model_is_refused() -> None:
         changes(base(), tuned(1))
     with pytest.raises(InvalidArgumentError, match=r"compares two sources; found a Tensor"):
         measure(base(), tuned(1), torch.ones(2))
-
-
-def test_every_key_of_the_json_is_documented() -> None:
-    made = json.loads(changes(base(), tuned(1), tuned(2)).to_json())
-    tables = documented()
-    assert list(made) == list(tables["gonio.changes/1"])
-    assert list(made["whole"]) == list(made["tensors"][0]) == list(tables["tensors of changes"])
-    assert list(made["models"][0]["depth"][0]) == list(tables["depth of a difference"])
 
 
 def test_the_verdict_counts_findings_of_a_model_in_the_layers_that_changed() -> None:

@@ -81,6 +81,15 @@ def test_the_operator_norm_is_measured_if_it_is_asked_for() -> None:
     assert invoke("measure", "digits-cnn", "--also", "anything").exit_code == 2
 
 
+def test_errors_of_rounding_are_measured_beside_other_figures_on_request() -> None:
+    words = ("--also", "quantisation", "--also", "operator_norm", "--json", "-")
+    read = json.loads(invoke("measure", "digits-cnn", *words).stdout)
+    layers = [t for t in read["tensors"] if t["status"] == "measured"]
+    assert all(0 < t["int8_channel_error"] < t["int4_channel_error"] < 1 for t in layers)
+    assert all(0 < t["int8_tensor_error"] < t["int4_tensor_error"] < 1 for t in layers)
+    assert all(t["operator_norm"] for t in layers)
+
+
 def test_two_sources_are_what_changed_between_them(folder: Path) -> None:
     state = torch.load("fine.pt")
     state["conv2.weight"] *= 2

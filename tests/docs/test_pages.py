@@ -21,9 +21,11 @@ HEAVY = {  # what they run takes longer than ten seconds: `make test-slow` runs 
     "claim.md",
     "compare.md",
     "fine-tuning.md",
+    "quantise.md",
     "recipes.md",
     "self-orthogonality.md",
     "task.md",
+    "transformer-to-int4.md",
     "width.md",
 }
 FENCE = re.compile(r"^```(?:console|bash)\n(.*?)^```", flags=re.M | re.S)

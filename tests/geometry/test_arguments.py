@@ -109,6 +109,7 @@ OTHERS = {  # that take more than one array of filters; each with its arrays alo
     "conv_spectral_norm_bound": (G.conv_spectral_norm_bound, (KERNEL,)),
     "conv_spectral_norm_certificate": (G.conv_spectral_norm_certificate, (KERNEL,)),
     "conv_spectral_norm_estimate": (lambda w: G.conv_spectral_norm_estimate(w, (6, 6)), (KERNEL,)),
+    "fake_quantize": (lambda w: G.fake_quantize(w, bits=4), (seeded(6, 8),)),
     "intruder_dimensions": (
         lambda a, b: G.intruder_dimensions(a, b, k=2).cosines,
         (seeded(6, 8), seeded(6, 8, seed=1)),
@@ -120,6 +121,7 @@ OTHERS = {  # that take more than one array of filters; each with its arrays alo
     "normalize": (G.normalize, (KERNEL,)),
     "operator_matrix": (lambda w: G.operator_matrix(w, (4, 4)), (KERNEL,)),
     "operator_norm_bound": (G.operator_norm_bound, (KERNEL,)),
+    "quantization_error": (G.quantization_error, (seeded(6, 8),)),
     "principal_angles": (G.principal_angles, (seeded(8, 2), seeded(8, 3, seed=1))),
     "random_angle_density": (lambda t: G.random_angle_density(t, 5), (BOX,)),
     "safe_norm": (lambda x: G.safe_norm(x, dim=-1), (KERNEL,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,8 @@ def fit(
     """The weight after a training, whose checkpoint is saved under its epochs."""
     quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
     with warnings.catch_warnings(action="ignore"):  # on worker counts and the absence of a logger
-        options |= {"max_epochs": epochs, "accelerator": "cpu", "devices": 1, "default_root_dir": folder, **quiet}
-        trainer = lightning.Trainer(**options)
+        own = {"max_epochs": epochs, "accelerator": "cpu", "devices": 1, "default_root_dir": folder}
+        trainer = lightning.Trainer(**{**quiet, **options, **own})
         loader = torch.utils.data.DataLoader(batches(), batch_size=None)
         trainer.fit(module, loader, loader, ckpt_path=checkpoint)
         trainer.save_checkpoint(folder / f"{epochs}.ckpt")
@@ -89,6 +90,22 @@ def test_it_trains_as_a_loop_by_hand(lightning: Any, tmp_path: Path, as_dict: bo
     found = fit(lightning, module, tmp_path, accumulate_grad_batches=accumulate)
     torch.testing.assert_close(found, by_hand(accumulate=accumulate), rtol=1e-6, atol=1e-7)
     assert not torch.allclose(found, by_hand(accumulate=accumulate, strength=0.0))
+
+
+@pytest.mark.slow
+def test_the_penalty_is_logged_beside_the_loss(lightning: Any, tmp_path: Path) -> None:
+    module = module_of(lightning)
+    penalty = gonio.Penalty(module.net, [(None, R.L2(STRENGTH))])
+    add_penalty_(module, penalty)
+    with torch.no_grad():
+        start = float(penalty())
+    logger = lightning.loggers.CSVLogger(tmp_path)
+    fit(lightning, module, tmp_path, logger=logger, log_every_n_steps=1)
+    logger.save()
+    with Path(logger.log_dir, "metrics.csv").open(encoding="utf-8") as file:
+        values = [float(row["gonio.penalty"]) for row in csv.DictReader(file)]
+    assert values[0] == pytest.approx(start, rel=1e-6)
+    assert len(set(values)) == len(values) > 1
 
 
 @pytest.mark.slow

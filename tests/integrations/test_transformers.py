@@ -185,6 +185,31 @@ def test_the_penalty_counts_once_per_optimizer_step(trainer: Small, items: int |
     assert trainer.compute_loss(model.eval(), {}, num_items_in_batch=items) == 1.0
 
 
+def test_the_mean_since_the_last_log_stands_beside_the_loss() -> None:
+    class Logging(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logs: list[dict[str, float]] = []
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            self.logs.append(logs)
+
+    trainer, given = Logging(), iter([1.0, 3.0, 5.0])
+    added = add_penalty_(trainer, lambda: torch.tensor(next(given)))
+    model = nn.Linear(2, 2)
+    for _ in range(2):
+        trainer.compute_loss(model, {"x": torch.ones(1, 2)})
+    trainer.log({"loss": 0.5}, 1.0)
+    trainer.log({"eval_loss": 0.5})
+    trainer.log({"loss": 0.5})
+    trainer.compute_loss(model, {"x": torch.ones(1, 2)})
+    trainer.log({"loss": 0.5})
+    added.undo_()
+    trainer.log({"loss": 0.5})
+    shown = [logs.get("gonio_penalty") for logs in trainer.logs]
+    assert shown == [2.0, None, None, 5.0, None]
+
+
 def test_twice_is_refused_and_undo_takes_it_out() -> None:
     trainer = Small()
     added = add_penalty_(trainer, lambda: torch.tensor(8.0))

@@ -27,13 +27,13 @@ pytestmark = [
 ]
 
 Found = dict[str, dict[str, list[str]] | str]
-ONCE = {"conv_orthogonality.py _symbols", "spectral_views.py to"}
+ONCE = {"conv_orthogonality.py _form", "spectral_views.py to"}
 ALLOWED = {
     "build": {*ONCE, "scale_shift.py reason_to_skip"},
     "first tick": ONCE,
     "step": ONCE,  # the first for the geometry of a convolution
     "evaluation": ONCE,
-    "add_grads_": {"conv_orthogonality.py _symbols"},  # kept for real tensors, of which a fake one has no copy
+    "add_grads_": {"conv_orthogonality.py _form"},  # kept for real tensors, of which a fake one has no copy
     "values": {"penalty.py <dictcomp>", "penalty.py values"},
     "measurement": {"blocks.py count_nonfinite", "tensor.py _filters", "entry.py are_sinusoids", "entry.py fits"},
 }  # by phase; in all others nothing

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
-from math import pi, sqrt
+from math import sqrt
 
 import pytest
 import torch
@@ -211,32 +210,6 @@ def test_slopes_are_the_largest_ones():
 # --- exact constants ----------------------------------------------------------------------------------
 
 
-def exact_constant(first, second):
-    """Of second · ReLU · first on the plane without biases: the regions are cones between the lines w · x = 0."""
-    lines = sorted(float(torch.atan2(w[0], -w[1])) % pi for w in first)
-    angles = [*lines, *(angle + pi for angle in lines), lines[0] + 2 * pi]
-    best = 0.0
-    for a, b in pairwise(angles):
-        middle = torch.tensor([(a + b) / 2], dtype=torch.float64)
-        active = (first @ torch.cat((middle.cos(), middle.sin())) > 0).double()
-        best = max(best, float(torch.linalg.matrix_norm(second @ (active[:, None] * first), 2)))
-    return best
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_small_networks_by_enumeration(seed):
-    random = generator(seed)
-    first = torch.randn(6, 2, generator=random, dtype=torch.float64)
-    second = torch.randn(3, 6, generator=random, dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(2, 6, bias=False), nn.ReLU(), nn.Linear(6, 3, bias=False)).double()
-    model[0].weight.data.copy_(first)
-    model[2].weight.data.copy_(second)
-    exact = exact_constant(first, second)
-    found = gonio.certify(model, torch.randn(2000, 2, generator=random))
-    assert 0.99 * exact <= found.lower <= exact * (1 + 1e-9)
-    assert exact <= found.upper
-
-
 def test_linear_networks_are_exact():
     x = torch.randn(4, 5, generator=generator(0))
     diagonal = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
@@ -414,6 +387,7 @@ UNBOUNDED = [
     (nn.Sequential(Gated()), r"cannot bound layer '0.mul' \(mul\): a product of two activations"),
     (Attention(), r"cannot bound layer 'scaled_dot_product_attention' .*no global Lipschitz constant"),
     (Branching(), "cannot bound the model: it cannot be traced"),
+    (nn.Sequential(nn.Linear(4, 4), nn.Sequential(Branching())), r"cannot bound layer '1.0': it cannot be traced"),
     (Item(), r"'argmax' \(argmax\): it computes values that are not in floating point"),
     (ReadTwice(), "changes its input in place, which is read elsewhere too"),
     (nn.Sequential(nn.Softplus(threshold=1)), r"layer '0' \(Softplus\)"),
@@ -502,6 +476,46 @@ REFUSED = {
     "edgenext_xx_small": "'stem.1'",
     "hardcorenas_a": "'blocks.1.1.se.mul'",
 }
+
+
+# Layers of timm with a forward of their own, and the shape of their input.
+OF_TIMM = {
+    "Linear": (lambda layers: layers.Linear(6, 5), (6,)),
+    "Conv2dSame": (lambda layers: layers.Conv2dSame(2, 3, 3, stride=2), (2, 7, 8)),
+    "StdConv2d": (lambda layers: layers.StdConv2d(2, 3, 3, padding=1, eps=1e-2), (2, 6, 6)),
+    "StdConv2dSame": (lambda layers: layers.StdConv2dSame(2, 3, 3, stride=2), (2, 6, 6)),
+    "ScaledStdConv2d": (lambda layers: layers.ScaledStdConv2d(2, 3, 3, padding=1, gamma=1.7), (2, 6, 6)),
+    "ScaledStdConv2dSame": (lambda layers: layers.ScaledStdConv2dSame(2, 3, 3, stride=2), (2, 6, 6)),
+    "LayerScale": (lambda layers: layers.LayerScale(4), (3, 4)),
+    "LayerScale2d": (lambda layers: layers.LayerScale2d(3, inplace=True), (3, 4, 4)),
+    "BlurPool2d": (lambda layers: layers.BlurPool2d(3), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_layers_of_timm_that_have_their_own_forward_are_bounded_tightly(name):
+    layers = timm().layers
+    build, shape = OF_TIMM[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = build(layers).double()
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+    x = torch.randn(1, *shape, dtype=torch.float64)
+    matrix = torch.autograd.functional.jacobian(lambda x: layer(x.clone()), x).reshape(-1, x.numel())
+    exact = float(torch.linalg.matrix_norm(matrix, 2))
+    found = gonio.certify(nn.Sequential(layer), x)
+    assert exact <= found.upper <= 1.25 * exact
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TIMM if "Linear" in name or "Conv" in name])
+def test_a_subclass_with_another_forward_is_not_taken_for_its_parent(name):
+    build, shape = OF_TIMM[name]
+    layer = build(timm().layers).double()
+    kind = type(layer)
+    layer.__class__ = type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    with pytest.raises(NotApplicableError, match=r"layer '0' \(Doubled\): no Lipschitz constant is known for Doubled"):
+        gonio.certify(nn.Sequential(layer), torch.randn(1, *shape))
 
 
 _QUICK = ("mobilenetv2_050", "mobilenetv3_small_050", "mixer_s32_224", "convnext_atto")

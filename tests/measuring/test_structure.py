@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Literal
 
 import pytest
 import torch
@@ -55,6 +56,105 @@ def test_where_no_scale_can_move_nothing_is_said() -> None:
     found = measure(Loops())
     assert found.scale is None
     assert "Scale between layers was not measured: the model cannot be traced" in str(found)
+
+
+# --- blocks of attention ----------------------------------------------------------------------------------------------
+
+
+def encoder(dtype: torch.dtype = torch.float64) -> nn.TransformerEncoderLayer:
+    """Four channels in each of two heads, ReLU; values of channel 3 are ten times too large for their outputs."""
+    torch.manual_seed(0)
+    made = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, dtype=dtype)
+    with torch.no_grad():
+        made.self_attn.in_proj_weight[16 + 3].mul_(10)
+        made.self_attn.out_proj.weight[:, 3].div_(10)
+    return made
+
+
+def least_pairs(made: nn.TransformerEncoderLayer) -> dict[str, tuple[float, float]]:
+    """Sum and least sum of each pair of weights by hand: 2·‖row‖·‖column‖ for each channel or unit."""
+    query, key, value = made.self_attn.in_proj_weight.detach().double().chunk(3)
+    columns = {"value and output": (value, made.self_attn.out_proj.weight.detach().double().mT)}
+    columns["query and key"] = (query, key)
+    columns["up and down"] = (made.linear1.weight.detach().double(), made.linear2.weight.detach().double().mT)
+    return {
+        kind: (float(a.square().sum() + b.square().sum()), float(2 * (a.norm(dim=1) * b.norm(dim=1)).sum()))
+        for kind, (a, b) in columns.items()
+    }
+
+
+def test_blocks_waste_what_their_least_sums_leave() -> None:
+    made = encoder()
+    measured = measure(made)
+    found = measured.scale
+    assert found is not None
+    expected = least_pairs(made)
+    assert {pair.kind: (pair.sum, pair.least) for pair in found.pairs} == {
+        kind: pytest.approx(sums, rel=1e-12) for kind, sums in expected.items()
+    }
+    assert (found.layers, found.sum) == (4, pytest.approx(sum(before for before, _ in expected.values())))
+    assert found.least == pytest.approx(sum(least for _, least in expected.values()), rel=1e-6)
+    assert found.least <= found.least_by_layer <= found.sum
+    shares = {kind: 1 - least / before for kind, (before, least) in expected.items()}
+    said = " ".join(str(measured).split())
+    assert f"By pairs of weights in blocks: query and key {shares['query and key']:.1%}" in said
+    data = {pair["kind"]: pair["wasted"] for pair in json.loads(measured.to_json())["scale"]["pairs"]}
+    assert data == pytest.approx(shares, rel=1e-9)
+    assert shares["value and output"] > 0.5 > shares["query and key"]
+
+
+@pytest.mark.parametrize("level", ["neuron", "layer"])
+def test_what_is_measured_is_what_balancing_blocks_saves(level: Literal["neuron", "layer"]) -> None:
+    made = nn.TransformerEncoder(encoder(), 2, enable_nested_tensor=False)
+    found = measure(made).scale
+    assert found is not None
+    gonio.balance_(made, level=level)
+    least = found.least if level == "neuron" else found.least_by_layer
+    assert least == pytest.approx(total(made), rel=1e-6)
+    after = measure(made).scale
+    assert after is not None
+    assert (after.wasted if level == "neuron" else after.wasted_by_layer) == pytest.approx(0, abs=1e-6)
+
+
+class Opaque(nn.Module):
+    """Attention that no tracer passes; with two inputs, so that none can be generated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return self.inner(x * scale if x.sum() > 0 else x)
+
+
+def test_blocks_are_found_on_the_batch_where_no_input_can_be_made() -> None:
+    made = Opaque()
+    without = measure(made)
+    assert without.scale is None
+    assert any("the model cannot be traced" in note and "pass example=" in note for note in without.notes)
+    found = measure(made, batch=(torch.ones(2, 5, 8, dtype=torch.float64), 2.0)).scale
+    assert found is not None
+    expected = least_pairs(made.inner)
+    assert {pair.kind: pair.least for pair in found.pairs} == {
+        kind: pytest.approx(least, rel=1e-12) for kind, (_, least) in expected.items()
+    }
+
+
+def test_a_model_without_blocks_is_not_run() -> None:
+    made, calls = chain(), []
+    made[0].register_forward_hook(lambda *_: calls.append(1))
+    assert measure(made).scale is not None
+    assert calls == []
+
+
+def test_what_stays_in_blocks_is_said() -> None:
+    made = nn.TransformerEncoderLayer(8, 2, 12, activation="gelu", batch_first=True)
+    found = measure(made).scale
+    assert found is not None
+    assert found.left == ("the scale of up and down stays in linear2: the activation is not positively homogeneous",)
+
+
+# --- other facts ------------------------------------------------------------------------------------------------------
 
 
 def test_weights_before_a_normalisation_say_so() -> None:

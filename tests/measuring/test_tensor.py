@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from math import sqrt
 
 import numpy as np
@@ -16,6 +17,7 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.geometry import layout_of, matrix_view
 from gonio.geometry.chance import random_spectrum_distance
 from gonio.measuring import measure
+from references import geometry as reference_geometry
 from references.measuring import closest, defect, distance_from_marchenko_pastur, figures, groups_of
 from tolerances import close
 
@@ -232,6 +234,47 @@ def test_a_kernel_of_one_position_has_the_norm_of_its_matrix(layer: nn.Module) -
     matrices = matrix_view(layer.weight.detach().double(), layout_of(layer))
     assert found.operator_norm == found.sigma_max
     assert found.operator_norm == pytest.approx(float(torch.linalg.matrix_norm(matrices, 2).max()), rel=1e-5)
+
+
+ROUNDED: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(256, 6),
+    "odd": lambda: nn.Linear(40, 6),
+    "grouped": lambda: nn.Conv2d(6, 8, 3, groups=2),
+    "transposed": lambda: nn.ConvTranspose1d(4, 6, 3),
+    "1x1": lambda: nn.Conv2d(64, 8, 1),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_errors_of_rounding_on_request(name: str) -> None:
+    layer = ROUNDED[name]()
+    with torch.no_grad():
+        layer.weight.copy_(seeded(*layer.weight.shape) * seeded(*layer.weight.shape, seed=1).exp())
+    errors = ["int8_tensor", "int8_channel", "int4_tensor", "int4_channel", "int4_128", "int4_32"]
+    assert all(getattr(measure(layer)["weight"], f"{each}_error") is None for each in errors)
+    found = measure(layer, extra_figures=("quantisation",))["weight"]
+    matrices = matrix_view(layer.weight.detach().double(), layout_of(layer))
+    rows = matrices.flatten(0, 1).numpy()
+    for each in errors:
+        bits, per = int(each[3]), each.partition("_")[2]
+        if per.isdecimal() and (name not in ("linear", "1x1") or rows.shape[1] % int(per)):
+            assert getattr(found, f"{each}_error") is None
+            continue
+        expected = reference_geometry.quantization_error(rows, bits, int(per) if per.isdecimal() else per)
+        assert getattr(found, f"{each}_error") == pytest.approx(expected, rel=1e-4)
+
+
+def test_weights_with_nan_or_without_values_have_no_error_of_rounding() -> None:
+    state = {"a.weight": torch.full((4, 4), torch.nan), "b.weight": torch.zeros(4, 4)}
+    found = measure(state, extra_figures=("quantisation",))
+    assert found["a"].int8_tensor_error is found["b"].int8_tensor_error is None
+
+
+def test_a_table_has_columns_on_request_only_where_they_were_measured() -> None:
+    model = nn.Linear(64, 8)
+    for text in (str, lambda m: m.to_markdown(), lambda m: m.to_html()):
+        assert "int4 ch." not in text(measure(model))
+        assert "int4 ch." in text(measure(model, extra_figures=("quantisation",)))
 
 
 def test_a_figure_that_does_not_exist_is_refused() -> None:

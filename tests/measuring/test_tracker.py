@@ -109,14 +109,14 @@ def test_tensorboard_and_mlflow_get_one_scalar_at_a_time() -> None:
     for method, end in (("add_scalar", (5, {})), ("log_metric", ({"step": 5},))):
         logger = Recorder(method)
         row = tracked(logger)
-        assert logger.calls == [(f"gonio/{name}/weight", row[name], *end) for name in FIGURES]
+        assert logger.calls == [(f"gonio.{name}/weight", row[name], *end) for name in FIGURES]
 
 
 @pytest.mark.parametrize("method", ["log_metrics", "log"])
 def test_lightning_and_wandb_get_them_together(method: str) -> None:
     logger = Recorder(method)
     row = tracked(logger)
-    assert logger.calls == [({f"gonio/{name}/weight": row[name] for name in FIGURES}, {"step": 5})]
+    assert logger.calls == [({f"gonio.{name}/weight": row[name] for name in FIGURES}, {"step": 5})]
 
 
 def test_a_function_gets_the_figures_by_layer() -> None:

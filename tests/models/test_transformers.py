@@ -21,6 +21,7 @@ from gonio.errors import (
     UnreadableFileError,
 )
 from gonio.models import by_name, resolve
+from gonio.surgery import configured
 
 TINY = {
     "model_type": "vit",
@@ -113,7 +114,7 @@ def test_code_that_a_configuration_names_is_not_looked_at(tmp_path: Path) -> Non
 def test_wrong_names_say_what_is_there(
     name: str, error: type[GonioError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_name, "memory", lambda: 2**20)
+    monkeypatch.setattr(configured, "memory", lambda: 2**20)
     with pytest.raises(error, match=message):
         resolve(f"transformers:{name}")()
 
@@ -145,6 +146,6 @@ def test_a_class_that_cannot_be_imported_is_said_to_be_one(monkeypatch: pytest.M
     library = ModuleType("transformers")
     library.models, library.__getattr__ = transformers().models, broken
     monkeypatch.setattr(by_name, "load_library", lambda package, spec: library)
-    monkeypatch.setattr(by_name, "_class_names", lambda library: {"BertModel"})
+    monkeypatch.setattr(configured, "_class_names", lambda library: {"BertModel"})
     with pytest.raises(NotApplicableError, match=r"cannot be imported .*operator nms does not exist"):
         resolve("transformers:BertModel")

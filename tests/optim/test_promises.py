@@ -52,8 +52,16 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "balance_": lambda m: gonio.balance_(m, level="layer"),
     "init_": lambda m: gonio.init_(m, gonio.init.orthogonal_, gain=3.0),
     "lsuv_": lambda m: gonio.lsuv_(m, X),
+    "even_out_": lambda m: gonio.even_out_(_out_of_scale(m)),
     "shrink_intruders_": lambda m: gonio.shrink_intruders_(m, m, k=99, threshold=2, factor=0),
 }
+
+
+def _out_of_scale(model: nn.Module) -> nn.Module:
+    """The model with the weights of a layer times 100."""
+    weight = next(p for p in model.parameters() if p.ndim > 1)
+    weight.data.mul_(100)
+    return model
 
 
 def edited_network(verb: str) -> nn.Module:

@@ -87,3 +87,22 @@ def least_scale(norms_squared: Sequence[float]) -> float:
             log_gamma[i] -= gap
             log_gamma[i + 1] += gap
     return float(np.exp(log_n + 2 * log_gamma).sum())
+
+
+def quantized(row: Sequence[float], bits: int, largest: float) -> list[float]:
+    """Each entry as the nearest multiple of the step 2·largest/(2^b − 1) that b bits with a sign can count."""
+    step = 2 * largest / (2**bits - 1)
+    if step == 0:
+        return [0.0 for _ in row]
+    counts = [min(max(round(value / step), -(2 ** (bits - 1))), 2 ** (bits - 1) - 1) for value in row]
+    return [step * count for count in counts]
+
+
+def quantization_error(matrix: Array, bits: int, per: str | int) -> float:
+    """Relative error, by walking over what shares a scale."""
+    rows = [matrix.ravel()] if per == "tensor" else list(matrix)
+    size = max(len(row) for row in rows) if isinstance(per, str) else per
+    parts = [row[start : start + size] for row in rows for start in range(0, len(row), size)]
+    lost = [(a - b) ** 2 for x in parts for a, b in zip(quantized(x, bits, abs(x).max()), x, strict=True)]
+    total = float((matrix**2).sum())
+    return sqrt(sum(lost) / total) if total else 0.0

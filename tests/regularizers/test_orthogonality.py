@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import gonio
 from catalog import seeded
 from gonio import regularizers as R
 from gonio.geometry import Layout, cosines, welch_bound
@@ -237,6 +238,9 @@ def test_conv_orthogonality_is_that_of_the_operator(stride: int, kernel: int) ->
         ((6, 2, 3, 4), (2, 3), (1, 2), 2),
         ((2, 3, 2, 2), (3, 3), (1, 1), 1),  # pixels that no tap reads
         ((4, 1, 3, 3), (1, 1), (1, 1), 4),
+        ((3, 2, 4, 5), (1, 1), (1, 1), 1),  # beyond what values at real points are used for
+        ((5, 2, 7, 3), (2, 1), (1, 1), 1),
+        ((4, 2, 7, 2), (1, 2), (1, 1), 2),
     ],
 )
 def test_conv_orthogonality_equals_the_sum_over_shifts(
@@ -258,6 +262,19 @@ def test_conv_orthogonality_equals_the_sum_over_shifts(
     found = R.ConvOrthogonality(1.0).value(weight, layout)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, weight), torch.autograd.grad(expected, weight))
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3, 3), (8, 8, 3, 3, 3), (16, 16, 5, 5)], ids=str)
+@pytest.mark.parametrize("noise", [1e-3, 0.1])
+def test_conv_orthogonality_in_float32_is_that_in_float64(shape: tuple[int, ...], noise: float) -> None:
+    """Also near an orthogonal kernel, where the values at single points are far larger than what they leave."""
+    start = gonio.init.delta_orthogonal_(torch.empty(shape, dtype=DOUBLE), generator=gonio.seeding.generator(0))
+    exact_weight = (start + noise * seeded(*shape, dtype=DOUBLE)).requires_grad_()
+    rounded_weight = exact_weight.detach().float().requires_grad_()
+    value, rounded = (R.ConvOrthogonality(1.0).value(weight) for weight in (exact_weight, rounded_weight))
+    assert float(rounded.detach()) == pytest.approx(float(value.detach()), rel=1e-5)
+    gradient, of_rounded = torch.autograd.grad(value, exact_weight) + torch.autograd.grad(rounded, rounded_weight)
+    assert float((of_rounded.double() - gradient).norm()) < 1e-4 * float(gradient.norm())
 
 
 def test_conv_orthogonality_of_dilated_kernels() -> None:
@@ -287,13 +304,13 @@ def test_l2_is_the_weight_decay_of_sgd() -> None:
     torch.testing.assert_close(penalised, decayed, **exact(DOUBLE))
 
 
-def test_the_frequencies_of_a_convolution_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_of_a_convolution_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step on an accelerator copies none of them: the second evaluation finds those of the first."""
     from gonio.regularizers import conv_orthogonality
 
     weight = seeded(4, 3, 3, 2)
-    monkeypatch.setattr(conv_orthogonality, "_WAVES", {})
+    monkeypatch.setattr(conv_orthogonality, "_FORMS", {})
     first = R.ConvOrthogonality(1.0).value(weight)
-    assert len(conv_orthogonality._WAVES) == 1
-    monkeypatch.setattr(conv_orthogonality, "_waves", lambda *_: pytest.fail("they were computed again"))
+    assert len(conv_orthogonality._FORMS) == 1
+    monkeypatch.setattr(conv_orthogonality, "_made", lambda *_: pytest.fail("they were computed again"))
     assert torch.equal(R.ConvOrthogonality(1.0).value(weight), first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +32,10 @@ class Source:
         return f"{self.name}:{getattr(node, 'lineno', 1)}"
 
 
-def sources() -> list[Source]:
-    """Every file of the library."""
-    return [Source.read(path) for path in sorted((ROOT / "src" / "gonio").rglob("*.py"))]
+@cache
+def sources() -> tuple[Source, ...]:
+    """Every file of the library; parsed once."""
+    return tuple(Source.read(path) for path in sorted((ROOT / "src" / "gonio").rglob("*.py")))
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -375,6 +375,13 @@ ADVERSARIAL: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
         (q.roll(1, -1).roll(1, 1) @ k.mT).softmax(-1) @ v.roll(2, 2)
     ),
     "sorted": lambda m, q, k, v: (q @ k.mT).sort(-1).values @ v,
+    "softmax over queries": lambda m, q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "distances instead of products": lambda m, q, k, v: (-torch.cdist(q, k)).softmax(-1) @ v,
+    "additive": lambda m, q, k, v: (q[..., None, :] + k[..., None, :, :]).tanh().sum(-1).softmax(-1) @ v,
+    "ReLU instead": lambda m, q, k, v: F.normalize((q @ k.mT).relu(), p=1.0, dim=-1) @ v,
+    "attention over channels": lambda m, q, k, v: v @ (q.mT @ k).softmax(-1),
+    "keys of all heads": lambda m, q, k, v: (q @ k.mean(1, keepdim=True).mT).softmax(-1) @ v,
+    "a hard choice": lambda m, q, k, v: F.one_hot((q @ k.mT).argmax(-1), 5).to(v) @ v,
 }
 
 

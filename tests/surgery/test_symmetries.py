@@ -16,7 +16,7 @@ import gonio
 from bank.live import timm_models, transformers_models
 from catalog import seeded
 from gonio.errors import NotApplicableError
-from gonio.surgery import balance, balance_
+from gonio.surgery import balance, balance_, movable
 from gonio.surgery.symmetries import BlockSymmetries, Side, Symmetry, block_symmetries
 from surgery.net import Net
 
@@ -322,7 +322,7 @@ def test_a_wrong_symmetry_is_undone_and_refused(monkeypatch: pytest.MonkeyPatch)
     up, down = (Side(f"{n}.weight", dim, bias, 0, torch.arange(12), torch.arange(12))
                 for n, dim, bias in (("up", 0, "up.bias"), ("down", 1, "")))  # fmt: skip
     wrong = BlockSymmetries((Symmetry("", "up and down", (up,), (down,), 12),), dict(model.named_parameters()))
-    monkeypatch.setattr(balance, "block_symmetries", lambda *args, **options: wrong)
+    monkeypatch.setattr(movable, "block_symmetries", lambda *args, **options: wrong)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(NotApplicableError, match=r"balance_: cannot balance .*the outputs changed: largest dev"):
         balance_(model, example=X)
@@ -523,7 +523,7 @@ def test_a_model_that_computes_in_float32_may_differ_by_its_rounding(single: boo
         return (q.float() @ k.float().mT).double().softmax(-1) @ v if single else plain(m, q, k, v)
 
     model = Block(attend)
-    found = block_symmetries(model, X, per_unit=True, traced=False, taken=frozenset())
+    found = block_symmetries(model, X, traced=False, taken=frozenset())
     assert found.eps == torch.finfo(torch.float32 if single else torch.float64).eps
     assert [each.kind for each in found.symmetries] == [_QK, _MLP, _VO]
     assert balance._allowed(found, exact=True)[torch.float64] == (64 * found.eps if single else 1e-12)

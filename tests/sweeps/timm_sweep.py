@@ -2,6 +2,7 @@
 
     make sweep                          the passage of `passage.walk`
     PYTHONPATH=tests python -m sweeps.timm_sweep meta|weights --out FILE       `gonio measure` alone
+    PYTHONPATH=tests python -m sweeps.timm_sweep certify --count 332 --out tests/sweeps/timm_certified.jsonl
 
 Each model runs in a process of its own with a time limit; the same command run again goes on where the
 last one stopped. Models come in the order of `timm_models.tsv` (name, parameters), smallest first, which
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 
 from catalog import seeded
 from foreign import timm
+from sweeps.certify_timm import certified
 from sweeps.measure_timm import MOST_PARAMETERS, on_meta, with_weights
 from sweeps.passage import walk
 
@@ -105,6 +107,7 @@ SWEEPS: dict[str, Callable[[str, Path, bool], dict[str, Any]]] = {
     "passage": lambda name, folder, verbs: walk(name, lambda: build(name), folder, verbs=verbs).to_dict(),
     "meta": lambda name, folder, verbs: _measured(on_meta, name),
     "weights": lambda name, folder, verbs: _measured(with_weights, name),
+    "certify": lambda name, folder, verbs: certified(name, lambda: build(name)),
 }
 
 
@@ -185,7 +188,7 @@ def main(words: list[str] | None = None) -> int:
     if options.list:
         write_list()
         return 0
-    wanted = sample(options.count) if options.sweep == "passage" else timm().list_models()
+    wanted = sample(options.count) if options.sweep in ("passage", "certify") else timm().list_models()
     rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done, start = {row["model"] for row in rows}, time.monotonic()
     with tempfile.TemporaryDirectory() as folder, options.out.open("a", encoding="utf-8") as out:

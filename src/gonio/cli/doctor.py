@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gonio.cli.checkpoint import Checkpoint
     from gonio.lab import Treatment
 
-CHECKPOINT, STEPS, PAGE = "treated.safetensors", "treatment.json", "treatment.html"
+CHECKPOINT, STEPS, PAGE, PROOFS = "treated.safetensors", "treatment.json", "treatment.html", "proofs"
 Folder = Annotated[
     Path | None,
     typer.Option("-o", "--output", help=f"Write {CHECKPOINT}, {STEPS} and {PAGE} into this folder.", metavar="FOLDER"),
@@ -88,7 +88,7 @@ def _check_output(output: Path | None) -> None:
     if output is None:
         return
     check_folder(str(output))
-    there = [name for name in (CHECKPOINT, STEPS, PAGE) if (output / name).exists()]
+    there = [name for name in (CHECKPOINT, STEPS, PAGE, PROOFS) if (output / name).exists()]
     if there or (output.exists() and not output.is_dir()):
         found = f"{', '.join(there)} in it" if there else "a file"
         raise InvalidArgumentError(
@@ -103,6 +103,8 @@ def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:
     output.mkdir(exist_ok=True)
     treated.page(output / PAGE)
     save(dumps(treated.to_dict(), ensure_ascii=False, indent=1), str(output / STEPS), "treatment")
+    if treated.studies(output / PROOFS):
+        print_err(f"studies behind the proofs written to {output / PROOFS}")
     if treated.model is None or not treated.kept:
         print_err("no checkpoint was written, because no treatment was kept")
         return

@@ -75,6 +75,7 @@ class Figure(StrEnum):
     """Figures that are measured on request only; an Enum, because typer cannot parse list[Literal]."""
 
     operator_norm = "operator_norm"
+    quantisation = "quantisation"
 
 
 Source = Annotated[
@@ -108,7 +109,9 @@ Journal = Annotated[
         metavar="FILE",
     ),
 ]
-Also = Annotated[list[Figure] | None, typer.Option(help="Measure this too, which takes longer than all the rest.")]
+Also = Annotated[
+    list[Figure] | None, typer.Option(help="Measure this too; operator_norm takes longer than all the rest.")
+]
 Deep = Annotated[
     bool, typer.Option("--deep", help="All pairs and all singular values of large weights too, however long it takes.")
 ]

@@ -31,6 +31,7 @@ from gonio.geometry.duplicates import NearDuplicates, near_duplicates
 from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.match import Matching, match
 from gonio.geometry.norms import filter_norms, normalize, safe_norm
+from gonio.geometry.quantization import fake_quantize, quantization_error
 from gonio.geometry.scale import least_scale, scale_imbalance
 from gonio.geometry.sign_index import Neighbours, SignIndex
 from gonio.geometry.spectra import (
@@ -78,6 +79,7 @@ __all__ = [
     "cosines",
     "effective_rank",
     "expected_coherence",
+    "fake_quantize",
     "filter_norms",
     "intruder_dimensions",
     "layout_of",
@@ -93,6 +95,7 @@ __all__ = [
     "operator_norm_bound",
     "orthogonality_defect",
     "principal_angles",
+    "quantization_error",
     "random_angle_density",
     "safe_norm",
     "scale_imbalance",

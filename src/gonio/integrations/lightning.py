@@ -6,7 +6,9 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -62,8 +64,9 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> Edited:
 
     Lightning treats the sum as the loss: precision, strategies, accumulation of gradients (the whole loss is
     divided, so the penalty counts once per optimizer step). Validation does not change. Values that the module
-    logs inside `training_step` are without the penalty. The state of a :class:`gonio.Penalty` (its step, on which
-    schedules and `every` depend) is saved in Lightning's checkpoints and restored when a training resumes.
+    logs inside `training_step` are without the penalty, which is logged beside them as `gonio.penalty`. The state of a
+    :class:`gonio.Penalty` (its step, on which schedules and `every` depend) is saved in Lightning's checkpoints and
+    restored when a training resumes.
 
     Args:
         module: a LightningModule with automatic optimization.
@@ -97,7 +100,7 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> Edited:
 
     @functools.wraps(original)
     def training_step(*batch: Any, **named: Any) -> Any:
-        return _with(original(*batch, **named), penalty)
+        return _with(original(*batch, **named), partial(_logged, module, penalty))
 
     return with_methods_(module, training_step=training_step, **_state_hooks(module, penalty))
 
@@ -122,6 +125,15 @@ def _state_hooks(module: Any, penalty: Any) -> dict[str, Callable[..., None]]:
     return {"on_save_checkpoint": on_save_checkpoint, "on_load_checkpoint": on_load_checkpoint}
 
 
+def _logged(module: Any, penalty: Callable[[], Tensor]) -> Tensor:
+    """The penalty, which a module that a Trainer trains also logs."""
+    value = penalty()
+    with suppress(AttributeError, RuntimeError):  # no LightningModule, or without a Trainer
+        if module.trainer is not None:
+            module.log("gonio.penalty", value.detach())
+    return value
+
+
 def _with(output: Any, penalty: Callable[[], Tensor]) -> Any:
     """The output of a step with the penalty in its loss; None, which skips the step, is returned unchanged."""
     if output is None:
@@ -142,12 +154,12 @@ def tracker_callback(tracker: Tracker) -> Any:
     """
     base: Any = _library().Callback
 
-    class TrackerCallback(base):
+    class LightningTracker(base):
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
             if trainer.global_step:  # 0 until the first accumulated step
                 tracker.step(trainer.global_step)
 
-    return TrackerCallback()
+    return LightningTracker()
 
 
 def _library() -> Any:
@@ -169,11 +181,11 @@ def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"]
     """
     base: Any = _library().Callback
 
-    class CheckCallback(base):
+    class LightningCheck(base):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
             check_before_save(checkpoint["state_dict"], fail_on=fail_on, action=action)
 
-    return CheckCallback()
+    return LightningCheck()
 
 
 def report_callback(report: Callable[[nn.Module], object]) -> Any:
@@ -184,8 +196,8 @@ def report_callback(report: Callable[[nn.Module], object]) -> Any:
     """
     base: Any = _library().Callback
 
-    class ReportCallback(base):
+    class LightningReport(base):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Mapping[str, Any]) -> None:
             report(module)
 
-    return ReportCallback()
+    return LightningReport()

@@ -27,9 +27,10 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
 
     The penalty counts once per optimizer step for any number of micro-batches: if the Trainer does not divide the
     loss of a micro-batch by their number (because it is normalised over the whole batch), this function divides the
-    penalty. The evaluation loss does not change; the training loss that the Trainer logs includes the penalty. The
-    state of a :class:`gonio.Penalty` (its step, on which schedules and `every` depend) is saved in the Trainer's
-    checkpoints as `gonio_penalty.pt`, and restored when a training resumes from one in its `output_dir`.
+    penalty. The evaluation loss does not change; the training loss that the Trainer logs includes the penalty, whose
+    mean since the last log stands beside it as `gonio_penalty`. The state of a :class:`gonio.Penalty` (its step, on
+    which schedules and `every` depend) is saved in the Trainer's checkpoints as `gonio_penalty.pt`, and restored when a
+    training resumes from one in its `output_dir`.
 
     Args:
         trainer: a Trainer, or a subclass with its own `compute_loss`.
@@ -55,6 +56,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
         name = type(trainer).__name__
         raise NotApplicableError("add_penalty_", name, "it has no compute_loss", "Pass a transformers.Trainer.")
     original = trainer.compute_loss
+    values: list[Tensor] = []  # since the last log
 
     @functools.wraps(original)
     def _with_penalty(
@@ -63,15 +65,34 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
         found = original(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if not model.training:
             return found
-        extra = penalty() / _share(trainer, num_items_in_batch)
+        value = penalty()
+        values.append(value.detach())
+        extra = value / _share(trainer, num_items_in_batch)
         return (found[0] + extra, *found[1:]) if return_outputs else found + extra
 
+    methods: dict[str, Any] = {"compute_loss": _with_penalty, **_logging(trainer, values)}
     if not hasattr(penalty, "state_dict") or not hasattr(trainer, "add_callback"):
-        return with_methods_(trainer, compute_loss=_with_penalty)
+        return with_methods_(trainer, **methods)
     state = _state_callback(penalty)
-    added = with_methods_(trainer, also=lambda: trainer.remove_callback(state), compute_loss=_with_penalty)
+    added = with_methods_(trainer, also=lambda: trainer.remove_callback(state), **methods)
     trainer.add_callback(state)
     return added
+
+
+def _logging(trainer: Any, values: list[Tensor]) -> dict[str, Callable[..., None]]:
+    """The Trainer's `log` with the mean of the values beside the training loss; none for an object without it."""
+    if not hasattr(trainer, "log"):
+        return {}
+    original = trainer.log
+
+    @functools.wraps(original)
+    def log(logs: dict[str, float], *rest: Any, **named: Any) -> None:
+        if "loss" in logs and values:
+            logs = {**logs, "gonio_penalty": float(torch.stack(values).mean())}
+            values.clear()
+        original(logs, *rest, **named)
+
+    return {"log": log}
 
 
 def _state_callback(penalty: Any) -> Any:
@@ -119,11 +140,11 @@ def tracker_callback(tracker: Tracker) -> Any:
     """
     base: Any = _callback_class("tracker_callback()")
 
-    class TrackerCallback(base):
+    class TransformersTracker(base):
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             tracker.step(state.global_step)
 
-    return TrackerCallback()
+    return TransformersTracker()
 
 
 def _callback_class(what: str) -> type:
@@ -140,14 +161,14 @@ def check_callback(*, fail_on: Level = "error", action: Literal["raise", "warn"]
     """
     base: Any = _callback_class("check_callback()")
 
-    class CheckCallback(base):
+    class TransformersCheck(base):
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             if control.should_save:  # the Trainer's own callback decides before this one
                 check_before_save(named["model"].state_dict(), fail_on=fail_on, action=action)
 
         on_epoch_end = on_step_end
 
-    return CheckCallback()
+    return TransformersCheck()
 
 
 def report_callback(report: Callable[[nn.Module], object]) -> Any:
@@ -158,8 +179,8 @@ def report_callback(report: Callable[[nn.Module], object]) -> Any:
     """
     base: Any = _callback_class("report_callback()")
 
-    class ReportCallback(base):
+    class TransformersReport(base):
         def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             report(named["model"])
 
-    return ReportCallback()
+    return TransformersReport()

@@ -22,6 +22,7 @@ _HOME = {
     "filter_summary": "running.filter_summary",
     **dict.fromkeys(("Step", "Treatment"), "treating.treatment"),
     "doctor": "treating.doctor",
+    "retrain_": "treating.retrain",
     **dict.fromkeys(("self_test", "self_test_plan"), "judging.self_test"),
     **dict.fromkeys(("ACCURACY", "Metric", "Split", "Task", "accuracy"), "tasks.task"),
 }
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab.tasks.task import Task as Task
     from gonio.lab.tasks.task import accuracy as accuracy
     from gonio.lab.treating.doctor import doctor as doctor
+    from gonio.lab.treating.retrain import retrain_ as retrain_
     from gonio.lab.treating.treatment import Step as Step
     from gonio.lab.treating.treatment import Treatment as Treatment
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf, sqrt
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.escaping import printed
-from gonio.measuring.figures.lipschitz import Factor, Run, UpperBounds, quotient
+from gonio.measuring.exports import json_data
+from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
-from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, computes_as, facts_of, why_not_dense
+from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of, why_not_dense
 from gonio.surgery.graph import Graph, trace
 
 _PAIRS = 0.02  # distance of the pairs of the lower bound, relative to the size of an input
@@ -102,10 +103,9 @@ class Certificate:
         return predicted, radii.nan_to_num(nan=0.0, posinf=inf).amin(1) * (1 - 1e-9)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the network as JSON-able data; an infinite slack is None."""
-        rows = [{key: None if value == inf else value for key, value in asdict(row).items()} for row in self.rows]
-        slack = None if self.slack == inf else self.slack
-        return {"schema": "gonio.certificate/1", "upper": self.upper, "lower": self.lower, "slack": slack, "rows": rows}
+        """Everything but the network as JSON-able data; a number that is not finite is None."""
+        bounds = {"upper": self.upper, "lower": self.lower, "slack": self.slack, "rows": self.rows}
+        return {"schema": "gonio.certificate/1", **{key: json_data(value) for key, value in bounds.items()}}
 
     def __str__(self) -> str:
         return printed(self)
@@ -176,7 +176,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
     graph = trace(network, training=False)
     if graph.reason:
         why = f"it cannot be traced by torch.fx ({graph.reason})"
-        raise NotApplicableError("certify", "", why, "Certify a part of it that can.", action="bound")
+        raise NotApplicableError("certify", graph.stopped, why, "Certify a part of it that can.", action="bound")
     inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
     if len(inputs) != 1:
         why = f"it takes {len(inputs)} inputs"
@@ -222,15 +222,16 @@ def _head_of(graph: Graph, upper: dict[fx.Node, float]) -> tuple[Tensor, float] 
     """The weight of the linear layer whose output the network returns, and the bound of its input."""
     last = graph.nodes[-1].args[0]
     layer = graph.called(last) if isinstance(last, fx.Node) else None
-    if not isinstance(last, fx.Node) or not isinstance(layer, nn.Linear) or not computes_as(layer, (nn.Linear,)):
+    weight = applied_weight(layer) if isinstance(layer, nn.Linear) else None
+    if not isinstance(last, fx.Node) or weight is None:
         return None
-    return layer.weight.detach(), upper.get(last.all_input_nodes[0], 0.0)
+    return weight.detach(), upper.get(last.all_input_nodes[0], 0.0)
 
 
 # --- the lower bound ----------------------------------------------------------------------------------
 
 
-class _Distances(Run):
+class _Distances(Interpreter):
     """Runs the graph on two inputs: how far their values at each node are apart, per distance of the inputs."""
 
     def __init__(self, graph: Graph, kept: Collection[fx.Node]) -> None:
@@ -294,7 +295,8 @@ def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> t
         if last and by_point is not None:
             x = x + 0.2 * reach * by_point / size(by_point).clamp(min=1e-30)
         # the gradient by the change is the Jacobian's adjoint on the moved output: a step of power iteration
-        apart = by_change if by_change is not None and bool(by_change.any()) else apart
+        if by_change is not None:  # an example without a gradient keeps its direction
+            apart = torch.where(size(by_change) > 0, by_change, apart)
     a, b = found
     with torch.no_grad():
         quotient = float((_flat(network(a.clone())) - _flat(network(b.clone()))).norm() / (a - b).norm())

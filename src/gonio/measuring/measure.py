@@ -111,8 +111,9 @@ def measure(
             `if __name__ == "__main__":`.
         journal: of a file, the path of another one that keeps each row when it is made: a measurement that was stopped
             goes on from there, if files, options and versions are the same, and repeats at most the tensors at work.
-        extra_figures: figures that take longer than all others together: `operator_norm`, of convolutions, on a
-            periodic grid of 16 positions in each dimension (or twice the kernel), usually exact up to 1e-5.
+        extra_figures: figures on request: `operator_norm`, of convolutions, on a periodic grid of 16 positions in each
+            dimension (or twice the kernel), usually exact up to 1e-5, takes longer than all others together;
+            `quantisation`, the errors of rounding to int8 and int4 (:func:`gonio.geometry.quantization_error`).
         deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
             than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
             both have errors. The time grows with the square of the number of filters and the cube of the smaller side
@@ -170,7 +171,7 @@ def measure(
     name, made_by = name_of(source), versions()
     if not isinstance(source, nn.Module) or training is None:
         return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=made_by)
-    structure = structure_of(source)
+    structure = structure_of(source, batch)
     signals, silent = ((), ()) if batch is None else _signals(source, batch)
     return Measurements(
         name,
@@ -178,6 +179,7 @@ def measure(
         findings_of(tensors, ModelFacts.of(source, structure, signals, training)),
         scale=structure.scale,
         mixtures=structure.mixtures,
+        heads=structure.heads,
         signals=signals,
         notes=(*contents.notes, *structure.notes, *silent),
         versions=made_by,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,12 +14,13 @@ from rich.text import Text
 
 from gonio.escaping import markdown_cell, plain, shorten
 from gonio.measuring.exports import counted, json_data
+from gonio.measuring.figures.heads import ROLES, HeadMeasurement
 from gonio.measuring.figures.signals import Signal
-from gonio.measuring.figures.structure import MovableScale
+from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.findings.verdicts import verdict
-from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS
+from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 BESIDE = ("norm", "angle", "alignment", "coherence", "sigma", "stable_rank")  # columns of several models side by side
 SCHEMA = "gonio.measurements/1"
+_BLOCKS = 12  # of attention, with a row in a terminal
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +50,7 @@ class Measurements(Table[TensorMeasurement]):
         scale: the squared norm that moving scale between layers would save: the wasted L2. None for a
             source without a graph, or where no scale can move.
         mixtures: of each switchable norm, the shares of the statistics in its mean and in its variance.
+        heads: of the attention blocks of a model, in the order of execution.
         signals: the layers' outputs on a batch, if one was given, in the order in which they ran.
         notes: how the source was read.
         suppressed: the findings that a :class:`Suppression` left out; None where none was applied.
@@ -66,6 +70,7 @@ class Measurements(Table[TensorMeasurement]):
     findings: tuple[Finding, ...] = ()
     scale: MovableScale | None = None
     mixtures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    heads: tuple[HeadMeasurement, ...] = ()
     signals: tuple[Signal, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
@@ -132,10 +137,13 @@ class Measurements(Table[TensorMeasurement]):
                 yield groups.rich()
                 yield Text("")
                 yield Text(local(said), style="dim")
-            yield tensor_table("layer", shown, COLUMNS, KEPT, width, flagged=flagged)
+            yield tensor_table("layer", shown, columns_of(shown), KEPT, width, flagged=flagged)
             yield Text("")
         if self.scale is not None:
             yield Text(local(_sentence(self.scale)))
+            yield Text("")
+        if self.heads:
+            yield from _heads(self.heads)
             yield Text("")
         for path, shares in self.mixtures.items():
             parts = (f"{what} {', '.join(f'{k} {v:.2f}' for k, v in share.items())}" for what, share in shares.items())
@@ -176,6 +184,7 @@ class Measurements(Table[TensorMeasurement]):
         lanes = lanes_beside(self.layers, [other.layers for other in beside])
         compared = [column for column in COLUMNS if column.name in BESIDE]
         groups, shown, said = self._shown(PAGE)
+        columns = columns_of(self.layers)
         kinds = [kind for shares in self.mixtures.values() for share in shares.values() for kind in share]
         return render(
             "measurements.html.j2",
@@ -187,8 +196,8 @@ class Measurements(Table[TensorMeasurement]):
             said=said,
             beside=side_by_side((self, *beside), compared) if beside else None,
             made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
-            angles=([c for c in COLUMNS if not c.spectral], angle_columns(shown)),
-            spectra=([c for c in COLUMNS if c.spectral], SPECTRUM_COLUMNS),
+            angles=([c for c in columns if not c.spectral], angle_columns(shown)),
+            spectra=([c for c in columns if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
             scale=self.scale and _sentence(self.scale),
             kinds=tuple(dict.fromkeys(kinds)),
@@ -204,8 +213,17 @@ class Measurements(Table[TensorMeasurement]):
             "verdict": self.verdict,
             "coverage": self.coverage,
             "notes": self.notes,
-            "scale": scale and {**asdict(scale), "wasted": scale.wasted, "wasted_by_layer": scale.wasted_by_layer},
-            **{name: getattr(self, name) for name in ("mixtures", "signals", "findings", "suppressed", "tensors")},
+            "scale": scale
+            and {
+                **asdict(scale),
+                "wasted": scale.wasted,
+                "wasted_by_layer": scale.wasted_by_layer,
+                "pairs": [{**asdict(pair), "wasted": pair.wasted} for pair in scale.pairs],
+            },
+            **{
+                name: getattr(self, name)
+                for name in ("mixtures", "heads", "signals", "findings", "suppressed", "tensors")
+            },
             "versions": self.versions,
         }
         return {key: json_data(value) for key, value in content.items()}
@@ -220,7 +238,15 @@ class Measurements(Table[TensorMeasurement]):
         lines += [""] if self.findings else []
         for sentence in self.suppressed.sentences if self.suppressed is not None else ():
             lines += [markdown_cell(sentence), ""]
-        return "\n".join([*lines, *markdown_table("layer", self.layers, COLUMNS), "", markdown_cell(self.coverage), ""])
+        return "\n".join(
+            [
+                *lines,
+                *markdown_table("layer", self.layers, columns_of(self.layers)),
+                "",
+                markdown_cell(self.coverage),
+                "",
+            ]
+        )
 
 
 _COMMON = (say("a vector"), say("a single number"), say("a counter"))  # reasons that have a plural
@@ -233,8 +259,8 @@ def _plural(reason: str, n: int) -> Message:
 
 
 def _sentence(scale: MovableScale) -> Message:
-    """The wasted L2 in one sentence."""
-    return say(
+    """The wasted L2 in one sentence, and of attention and MLP blocks in one more."""
+    said = say(
         "The same function can be computed with {wasted:.1%} less squared weight norm ({least} instead of {sum}, "
         "{layers}; {by_layer:.1%} less with one scale per layer instead of one per neuron): gonio.balance_(model) does "
         "it.",
@@ -244,6 +270,37 @@ def _sentence(scale: MovableScale) -> Message:
         layers=counted(scale.layers, "layer"),
         by_layer=scale.wasted_by_layer,
     )
+    kinds: dict[str, list[PairScale]] = {}
+    for pair in scale.pairs:
+        kinds.setdefault(pair.kind, []).append(pair)
+    parts = []
+    for kind, pairs in kinds.items():
+        share = 1 - sum(p.least for p in pairs) / (sum(p.sum for p in pairs) or 1.0)
+        worst = max(pairs, key=lambda pair: pair.wasted)
+        if len(pairs) > 1:
+            told = {"path": plain(worst.path) or say("the model"), "most": worst.wasted}
+            parts.append(say("{kind} {share:.1%} (most in {path}, {most:.1%})", kind=kind, share=share, **told))
+        else:
+            parts.append(say("{kind} {share:.1%}", kind=kind, share=share))
+    if not parts:
+        return said
+    return joined([said, say("By pairs of weights in blocks: {parts}.", parts=joined(parts, "; "))], " ")
+
+
+def _heads(heads: Sequence[HeadMeasurement]) -> Iterator[RenderableType]:
+    """One row per attention block with the smallest and the largest norm over its heads."""
+    blocks: dict[str, list[HeadMeasurement]] = {}
+    for head in heads:
+        blocks.setdefault(head.path, []).append(head)
+    table = bare_table(local("norms of heads in"), [local("heads"), *ROLES])
+    for path, members in islice(blocks.items(), _BLOCKS):
+        ends = ([f(getattr(head, role) for head in members) for f in (min, max)] for role in ROLES)
+        table.add_row(
+            Text(shorten(path or local("the model"))), str(len(members)), *(f"{number(a)}–{number(b)}" for a, b in ends)
+        )
+    yield table
+    if len(blocks) > _BLOCKS:
+        yield Text(local(say("and {n} more blocks: to_dict() has all heads", n=len(blocks) - _BLOCKS)), style="dim")
 
 
 def _signal_table(signals: Sequence[Signal], width: int) -> RichTable:

@@ -63,7 +63,7 @@ class Tracker:
         to: loggers. A logger is recognised by the first method that it has of `add_scalar(tag, value, step)`
             (TensorBoard), `log_metrics(dict, step=)` (Lightning's loggers, MLflow), `log_metric(tag, value, step=)`
             and `log(dict, step=)` (W&B). Or the path of a CSV file, to which lines are appended, or a function of the
-            step and the figures of each layer. Tags are `gonio/FIGURE/LAYER`.
+            step and the figures of each layer. Tags are `gonio.FIGURE/LAYER`.
         optimizer: one, or a list; its steps are counted, so :meth:`step` need not be called. A step that a gradient
             scaler skips has no row, and neither has one that changes nothing.
         every: number of steps from one measurement to the next.
@@ -349,8 +349,8 @@ def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:
 
 
 def _flat(rows: Rows) -> dict[str, float]:
-    """One scalar per tag: `gonio/alignment/layer1.0.conv1`, so that one panel holds one figure of all layers."""
-    return {f"gonio/{name}/{plain(layer)}": value for layer, row in rows.items() for name, value in row.items()}
+    """One scalar per tag: `gonio.alignment/layer1.0.conv1`; TensorBoard and W&B make a section of each figure."""
+    return {f"gonio.{name}/{plain(layer)}": value for layer, row in rows.items() for name, value in row.items()}
 
 
 def _add_scalar(method: Callable[..., object], step: int, rows: Rows) -> None:

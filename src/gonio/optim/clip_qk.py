@@ -22,7 +22,8 @@ from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.optim.holding import step_of_hold
-from gonio.surgery.anatomy import Attention, anatomy
+from gonio.surgery.anatomy import anatomy
+from gonio.surgery.blocks import Attention
 from gonio.surgery.products import Product, Products
 from gonio.surgery.recording import Part
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,11 +28,14 @@ from gonio.errors import (
     listing,
 )
 from gonio.execution import is_sharded
+from gonio.geometry import Layout
 from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
-from gonio.penalty.terms import TABLES, WeightRef, weights_of
+from gonio.penalty.weights import WeightRef, weights_of
+from gonio.surgery.blocks import Anatomy
+from gonio.surgery.facts import TABLES
 from gonio.surgery.graph import trace
 
 _PARTS: dict[Norm, tuple[str, str]] = {
@@ -87,6 +90,7 @@ def hold_(
     step: Step = "free",
     magnitude: Literal["learned"] | None = None,
     magnitude_lr: float | None = None,
+    heads: Anatomy | None = None,
 ) -> Held:
     r"""Keep the norms of weights constant while an optimizer trains them; only their directions are trained.
 
@@ -116,6 +120,8 @@ def hold_(
         magnitude: "learned" multiplies each filter by a trained gain (:class:`gonio.parametrizations.WeightNorm` over
             directions of constant norm); needs norm="filters".
         magnitude_lr: learning rate of the gains; that of their layer by default. They do not decay.
+        heads: what :func:`gonio.surgery.anatomy` has found in the model. Then each head of queries, keys and values is
+            a matrix of its own, where heads are consecutive rows of equal number.
 
     Returns: :class:`Held`, whose `undo_()` ends the hold.
 
@@ -165,6 +171,8 @@ def hold_(
         do = "Pass step='free', or an optimizer with a learning rate."
         raise InvalidArgumentError("hold_(step='fixed') needs a learning rate", "a parameter group with lr=None", do)
     refs, left = _chosen(model, parameter_ids(optimizer), where, norm, magnitude)
+    if heads is not None:
+        refs = [_by_heads(ref, heads) for ref in refs]
     with Edit(model, "hold_") as edit:
         edit.acts_on = list(real)
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
@@ -306,6 +314,12 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
         refused = [f"{path} ({why})" for path, why in left.items()]
         raise NoMatchError("hold_", str(selector), able, refused=refused)
     return list(taken.values()), left
+
+
+def _by_heads(ref: WeightRef, found: Anatomy) -> WeightRef:
+    """The weight with a matrix for each head, if its rows are consecutive heads of equal size."""
+    count = found.heads_in_rows(ref.label, len(_own(ref)))
+    return ref if ref.layout.transposed or count == 0 else replace(ref, layout=Layout(blocks=count))
 
 
 def _own(ref: WeightRef) -> nn.Parameter:

@@ -117,10 +117,15 @@ def _decomposed(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     floor = matrices.shape[-2] * torch.finfo(matrices.dtype).eps * largest
     zero = largest < torch.finfo(matrices.dtype).tiny
     values = torch.where(zero, 1.0, torch.maximum(values, floor)).sqrt()
-    factor = _inverse_root(vectors, values) @ matrices
-    # One Newton–Schulz step restores the digits that the Gram matrix lost.
-    factor = 1.5 * factor - 0.5 * (factor @ factor.mT) @ factor
+    factor = corrected(_inverse_root(vectors, values) @ matrices)  # by the digits that the Gram matrix lost
     return torch.where(zero.unsqueeze(-1), matrices, factor), vectors, values
+
+
+def corrected(factor: Tensor) -> Tensor:
+    """One Newton–Schulz step: the polar factor of a matrix that is nearly one, with its rounding errors squared."""
+    if factor.shape[-2] > factor.shape[-1]:
+        return 1.5 * factor - 0.5 * factor @ (factor.mT @ factor)
+    return 1.5 * factor - 0.5 * (factor @ factor.mT) @ factor
 
 
 def _well_conditioned(values: Tensor) -> bool:

@@ -14,7 +14,7 @@ from gonio.execution import cut_like, is_sharded
 from gonio.geometry.conv_operator import Taps, frequencies, taps_of
 from gonio.geometry.norms import whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.orthogonal import polar
+from gonio.parametrizations.orthogonal import corrected, polar
 from gonio.parametrizations.parametrization import Parametrization
 
 _SWEEPS = 8  # of the search for the nearest kernel; twice as many come 1 to 3 % closer
@@ -182,7 +182,7 @@ class OrthogonalConv(Parametrization):
             return cut_like(self.weight_of(whole(raw)), raw)
         shape, groups = _Shape.of(raw, self.bound_layout), self.bound_layout.matrices
         base, rows = shape.unpacked(raw, groups)
-        kernels = shape.kernels(polar(base), polar(rows) if rows.numel() else rows).reshape(raw.shape)
+        kernels = shape.kernels(_precise(base), _precise(rows) if rows.numel() else rows).reshape(raw.shape)
         return kernels if self.scale == 1 else kernels * self.scale
 
     @torch.no_grad()
@@ -223,6 +223,14 @@ class OrthogonalConv(Parametrization):
         small = symbols if symbols.shape[-2] <= symbols.shape[-1] else symbols.mH
         defect = small @ small.mH - torch.eye(small.shape[-2], dtype=small.dtype, device=small.device)
         return bool(defect.abs().max() <= limit)
+
+
+def _precise(matrices: Tensor) -> Tensor:
+    """The polar factors; their errors would add up over the factors of a kernel, so they are corrected once more."""
+    found = polar(matrices)
+    with torch.no_grad():
+        correction = corrected(found) - found
+    return found + correction
 
 
 def _projected(kernel: Tensor, rows: Tensor) -> Tensor:

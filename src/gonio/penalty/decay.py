@@ -13,7 +13,7 @@ from gonio.editing.where import sites
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.penalty.penalty import Penalty
-from gonio.penalty.terms import view_shape, weights_of
+from gonio.penalty.weights import view_shape, weights_of
 from gonio.surgery.facts import TABLES
 
 

@@ -17,8 +17,8 @@ from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
 from gonio.penalty.decay import Groups, check_decay, decay_reasons
 from gonio.penalty.output_layers import output_layers
 from gonio.penalty.penalty import Penalty
-from gonio.penalty.terms import WeightRef, view_shape, weights_of
-from gonio.surgery.anatomy import Anatomy
+from gonio.penalty.weights import WeightRef, view_shape, weights_of
+from gonio.surgery.blocks import Anatomy
 from gonio.surgery.facts import TABLES, why_not_dense
 from gonio.surgery.stated import EXPERTS, HEADS, stated_number, stated_rows
 

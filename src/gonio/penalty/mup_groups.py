@@ -15,7 +15,7 @@ from gonio.errors import InvalidArgumentError, listing
 from gonio.init.mup import Growth, Rule, entry_growth, growth
 from gonio.penalty.decay import Groups, check_decay, decay_reasons
 from gonio.penalty.penalty import Penalty
-from gonio.penalty.terms import WeightRef, weights_of
+from gonio.penalty.weights import WeightRef, weights_of
 from gonio.surgery.facts import TABLES
 
 

@@ -13,7 +13,7 @@ from gonio.penalty.decay import ParamGroups, decay_groups
 from gonio.penalty.matrices import MatrixGroups, matrix_groups
 from gonio.penalty.mup_groups import MupGroups, mup_groups
 from gonio.penalty.penalty import Penalty
-from gonio.surgery.anatomy import Anatomy
+from gonio.surgery.blocks import Anatomy
 
 
 @overload

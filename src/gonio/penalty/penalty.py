@@ -17,6 +17,7 @@ from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
+from gonio.surgery.blocks import Anatomy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +48,10 @@ class Penalty:
         seed: of the generators of regularizers that sample.
         accumulate: calls per optimizer step. Each call gives 1/n of the penalty, and schedules and `every`
             count optimizer steps.
+        heads: what :func:`gonio.surgery.anatomy` has found in the model. Then terms on weights act on the queries, keys
+            and values of each head as matrices of their own, and :class:`~gonio.regularizers.ScaleShift` on pairs: for
+            each head of keys and values the value's rows and the columns that read them, and (without norms in between)
+            the queries and the keys; for each unit of an MLP with ReLU or a gate its row and its column.
         process_group: processes over which a batch is spread, so that terms on outputs are those of the
             whole batch; by default that of `model`, if it is wrapped in DistributedDataParallel or sharded by FSDP2.
 
@@ -73,13 +78,14 @@ class Penalty:
         seed: int = 0,
         accumulate: int = 1,
         process_group: ProcessGroup | None = None,
+        heads: Anatomy | None = None,
     ) -> None:
         if accumulate < 1:
             raise InvalidArgumentError(
                 "Penalty(accumulate=…) needs at least 1 call per step", f"{accumulate}", "Leave it out for 1."
             )
         refuse_flat_shards(model, "Penalty", do="Shard it by fully_shard (FSDP 2) instead.", action="")
-        bindings, self._remarks = bind(model, rules)
+        bindings, self._remarks = bind(model, rules, heads)
         if process_group is None and any(isinstance(b.regularizer, OutputRegularizer) for b in bindings):
             process_group = data_parallel_group(model)
         self._skipped = [b for b in bindings if b.skipped]

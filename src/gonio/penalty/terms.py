@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gonio.editing.where import Site, Where, as_selector, left_out, select
-from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.editing.where import Where, as_selector, left_out, select
+from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.geometry.norms import whole
-from gonio.geometry.views import Layout, layout_of, matrix_view, unview
-from gonio.parametrizations.mechanism import parametrization_of, parametrizations_of_torch
+from gonio.geometry.views import matrix_view, unview
+from gonio.parametrizations.mechanism import parametrization_of
 from gonio.penalty.hooks import OutputHook
+from gonio.penalty.parts import Cut, Cuts
+from gonio.penalty.weights import WeightRef, layouts_of, weights_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.regularizers.base import AddGradient
 from gonio.seeding import generator
+from gonio.surgery.blocks import Anatomy
 from gonio.surgery.facts import TABLES, why_not_dense
 from gonio.surgery.graph import Graph, trace
 
@@ -28,73 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
-
-
-@dataclass(frozen=True, eq=False)
-class WeightRef:
-    """One weight tensor of one layer."""
-
-    path: str
-    module: nn.Module
-    name: str
-    layout: Layout
-
-    @property
-    def label(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
-
-    def tensor(self) -> Tensor:
-        """The effective weight, as the layer uses it now."""
-        weight: Tensor = getattr(self.module, self.name)
-        return weight
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters from which the effective weight is computed."""
-        own = self.module._parameters.get(self.name)
-        if own is not None:
-            extra = self.module._modules.get(f"{self.name}_parametrization")
-            return [own, *(extra.parameters() if extra is not None else ())]
-        if (computed := parametrizations_of_torch(self.module).get(self.name)) is not None:
-            return list(computed.parameters())
-        return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
-
-    def stored(self) -> nn.Parameter | None:
-        """The parameter that is itself the effective weight; None where that is computed from parameters."""
-        own = self.module._parameters.get(self.name)
-        return None if own is None or f"{self.name}_parametrization" in self.module._modules else own
-
-    @property
-    def frozen(self) -> bool:
-        own = self.module._parameters.get(self.name)
-        if own is not None and own.requires_grad:
-            return False
-        return not any(p.requires_grad for p in self.parameters())
-
-
-def weights_of(site: Site) -> Iterator[WeightRef]:
-    """The weights with filters of one layer."""
-    for name, layout in _layouts(site.module).items():
-        yield WeightRef(site.path, site.module, name, layout)
-
-
-def view_shape(weight: Tensor, layout: Layout) -> tuple[int, int, int]:
-    """The numbers of matrices, filters and columns of a weight, which may be of a kind that cannot be computed with."""
-    matrices, filters, columns = matrix_view(torch.empty(weight.shape, device="meta"), layout).shape
-    return matrices, filters, columns
-
-
-def _layouts(module: nn.Module) -> dict[str, Layout]:
-    """The layouts of the tensors of a module that have filters, by name."""
-    found = {}
-    for name in dict.fromkeys(["weight", *module._parameters]):
-        try:
-            layout = layout_of(module, name)
-        except NotApplicableError:
-            continue
-        tensor = getattr(module, name, None)
-        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.parameter.UninitializedParameter):
-            found[name] = layout
-    return found
 
 
 # --- which rule reads what ------------------------------------------------------------------------------
@@ -110,8 +46,13 @@ class Binding:
     remark: str = ""  # for the table
 
 
-def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[list[Binding], list[str]]:
+def bind(
+    model: nn.Module, rules: Sequence[tuple[Where, Regularizer]], heads: Anatomy | None = None
+) -> tuple[list[Binding], list[str]]:
     """The bindings of each rule, and remarks on the model.
+
+    Args:
+        heads: the anatomy by which weights of attention and MLP blocks are taken apart.
 
     Raises:
         NoMatchError: if a rule reads nothing.
@@ -123,7 +64,7 @@ def bind(model: nn.Module, rules: Sequence[tuple[Where, Regularizer]]) -> tuple[
             f"a {type(rules).__name__}",
             f"For all layers write Penalty(model, [(None, {type(rules).__name__}(…))]).",
         )
-    context = _Context(model)
+    context = _Context(model, heads)
     bindings, left = [], dict[str, str]()
     for rule in rules:
         if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
@@ -153,8 +94,13 @@ def _instead(rule: object) -> str:
 class _Context:
     """What follows each layer; the model is traced when that is first needed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, heads: Anatomy | None = None) -> None:
         self._model = model
+        self._cuts = None if heads is None else Cuts(heads)
+
+    def parts(self, weight: WeightRef, regularizer: WeightRegularizer) -> list[tuple[WeightRef, Cut | None]]:
+        """A weight in the parts on which the regularizer acts, each by itself."""
+        return [(weight, None)] if self._cuts is None else self._cuts.of(weight, pairs=regularizer.reads_pairs)
 
     @cached_property
     def _graph(self) -> Graph:
@@ -197,7 +143,7 @@ def can_act(module: nn.Module, kind: type[Regularizer], *, named: bool) -> str |
             return "it is no linear or convolution layer"
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention uses its weight without calling it, so it has no output"
-    names = _layouts(module)
+    names = layouts_of(module)
     if not names:
         lazy = any(is_lazy(p) for p in module._parameters.values() if p is not None)
         return "it is lazy; run one batch first" if lazy else "it has no weight with filters"
@@ -206,28 +152,35 @@ def can_act(module: nn.Module, kind: type[Regularizer], *, named: bool) -> str |
 
 def _bindings(model: nn.Module, where: Where, regularizer: Regularizer, context: _Context) -> Iterator[Binding]:
     able = partial(can_act, kind=type(regularizer), named=where is not None)
-    owners: dict[tuple[int, ...], str] = {}
+    owners: dict[tuple[object, ...], str] = {}
     for site in select(model, where, verb=type(regularizer).__name__, can_act=able):
         for weight in weights_of(site):
             if not isinstance(regularizer, WeightRegularizer):
                 yield Binding(weight, regularizer)
                 continue
-            skipped = _why_skipped(weight, regularizer, context)
-            if skipped is None:
-                owner = owners.setdefault(tuple(map(id, weight.parameters())), weight.label)
-                if owner != weight.label:
-                    skipped = f"is the same tensor as {owner}, which has the term"
-            if skipped is not None:
-                yield Binding(weight, regularizer, skipped)
-                continue
-            fitted = regularizer.fitted_to(weight.tensor(), weight.layout)
-            if fitted.draws_norms and (norm := _fixed_norm(weight)) is not None:
-                raise InvalidArgumentError(
-                    f"{type(fitted).__name__} draws the norms of filters to 1",
-                    f"norms of {norm:.3g} in {weight.label}, which its parametrization fixes",
-                    'Pass filters="unit", with which the term acts on angles alone.',
-                )
-            yield Binding(weight, fitted, None, fitted.remark(partial(context.activation_after, weight.module)))
+            for part, cut in context.parts(weight, regularizer):
+                skipped = _why_skipped(part, cut, regularizer, context)
+                if skipped is None:
+                    owner = owners.setdefault(part.key, part.label)
+                    if owner != part.label:
+                        skipped = f"is the same tensor as {owner}, which has the term"
+                yield Binding(part, regularizer, skipped) if skipped else _fitted(part, cut, regularizer, context)
+
+
+def _fitted(weight: WeightRef, cut: Cut | None, regularizer: WeightRegularizer, context: _Context) -> Binding:
+    """The regularizer with settings for this weight."""
+    if cut is not None and cut.power > 1:
+        regularizer = replace(regularizer, strength=cut.power * regularizer.strength)
+    fitted = regularizer.fitted_to(weight.tensor(), weight.layout)
+    if fitted.draws_norms and (norm := _fixed_norm(weight)) is not None:
+        raise InvalidArgumentError(
+            f"{type(fitted).__name__} draws the norms of filters to 1",
+            f"norms of {norm:.3g} in {weight.label}, which its parametrization fixes",
+            'Pass filters="unit", with which the term acts on angles alone.',
+        )
+    pair = cut.remark if cut is not None else ""
+    said = fitted.remark((lambda: None) if pair else partial(context.activation_after, weight.module))
+    return Binding(weight, fitted, None, "; ".join(filter(None, (said, pair))))
 
 
 def _fixed_norm(weight: WeightRef) -> float | None:
@@ -246,7 +199,9 @@ def _fixed_norm(weight: WeightRef) -> float | None:
     return middle if fixed and abs(middle - 1) > 1e-2 else None
 
 
-def _why_skipped(weight: WeightRef, regularizer: WeightRegularizer, context: _Context) -> str | None:
+def _why_skipped(weight: WeightRef, cut: Cut | None, regularizer: WeightRegularizer, context: _Context) -> str | None:
+    if cut is not None and cut.skipped and regularizer.skips_before_norm:
+        return cut.skipped
     norm = context.norms.get(id(weight.module)) if regularizer.skips_before_norm else None
     if norm is not None:
         return f"its scale does not matter: {norm} normalises its output"

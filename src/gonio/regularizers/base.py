@@ -189,6 +189,11 @@ class WeightRegularizer(Regularizer):
         return False
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether the parts of a transformer on which it acts are pairs between which scale moves, or else heads."""
+        return False
+
+    @property
     def draws_norms(self) -> bool:
         """Whether the term draws the norms of filters to 1, beside what it does to their angles."""
         return False

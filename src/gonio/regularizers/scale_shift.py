@@ -21,6 +21,7 @@ from gonio.regularizers.l2 import ScaleRegularizer
 
 HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
 LEAST_FLOOR = 1e-3
+_MOST_BLOCKS = 16
 USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9
 
 
@@ -57,9 +58,15 @@ class ScaleShift(ScaleRegularizer):
         direction_scale: `"none"`, or `"sqrt_numel"` to divide the L1 norm, which ranges over
             :math:`[1, \sqrt n]`, by :math:`\sqrt n`, so that layers of different size count alike.
 
+    In transformers `Penalty(heads=gonio.surgery.anatomy(model))` sums it over pairs of parts instead: :math:`\log
+    \lVert W_v \rVert + \log \lVert W_o \rVert` for each head of keys and values, with the columns of all heads that
+    read it, the same of its queries and keys, and of the row and the column of each unit of an MLP with a gate or ReLU
+    (with the degree n of the activation, :math:`n \log \lVert w_{up} \rVert + \log \lVert w_{down} \rVert`). Scale that
+    moves within a pair does not change it; over whole weights it does, from head to head.
+
     Invariances:
-        Above the floor: multiplying layers by factors whose product is 1 (summed over layers). Not invariant
-        under rescaling single neurons.
+        Above the floor: multiplying layers by factors whose product is 1 (summed over layers); with `heads`, the parts
+        of each pair. Not invariant under rescaling single neurons otherwise.
 
     Example:
         >>> log_norm = gonio.regularizers.ScaleShift(1.0, floor=0.1)
@@ -127,21 +134,19 @@ class ScaleShift(ScaleRegularizer):
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         least, share = self._least(weight.dtype), self._share(weight, layout)
-        terms = [_terms(block, least, share) for block in _blocks(weight, layout)]
-        return _evaluation(*_totals(terms), named=share > 0)
+        return _evaluation(*_terms(_blocks(weight, layout), layout, least, share), named=share > 0)
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         least, share = self._least(weight.dtype), self._share(weight, layout)
-        if layout.blocks == 1:
-            scale, direction, gradient = _with_gradient(weight, least, share)
-        else:
-            found = [_with_gradient(block, least, share) for block in _blocks(weight, layout)]
-            scale, direction = _totals([(a, b) for a, b, _ in found])
-            gradient = torch.cat([each for _, _, each in found])
-        return _evaluation(scale, direction, named=share > 0), gradient
+        scale, direction, gradient = _with_gradient(_blocks(weight, layout), layout, least, share)
+        return _evaluation(scale, direction, named=share > 0), gradient.view(weight.shape)
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
         return weight.new_tensor(layout.blocks * (math.log(self.effective_floor) + self._share(weight, layout)))
+
+    @property
+    def reads_pairs(self) -> bool:
+        return True
 
     def _least(self, dtype: torch.dtype) -> float:
         """The squared norm up to which the first term is constant."""
@@ -162,7 +167,8 @@ class ScaleShift(ScaleRegularizer):
         def add_gradient_(
             grad: Tensor, weight: Tensor, layout: Layout, *, factor: float, state: Tensor | None = None
         ) -> Evaluation:
-            plain = weight.is_contiguous() and grad.is_contiguous() and grad.dtype is weight.dtype
+            few = layout.blocks <= _MOST_BLOCKS  # each is a call of its own
+            plain = few and weight.is_contiguous() and grad.is_contiguous() and grad.dtype is weight.dtype
             if not plain or weight.dtype not in WIDE or is_sharded(weight):
                 return self.add_gradient_(grad, weight, layout, factor=factor, state=state)
             share = self._share(weight, layout)
@@ -184,7 +190,8 @@ class ScaleShift(ScaleRegularizer):
     def fitted_to(self, weight: Tensor, layout: Layout) -> ScaleShift:
         if weight.is_meta or self.floor is not None:
             return self
-        return self.fitted(min(float(whole(block.float().square().sum()).sqrt()) for block in _blocks(weight, layout)))
+        squares = _sums(_blocks(weight, layout).float().square(), layout)
+        return self.fitted(float(whole(squares).min().sqrt()))
 
     def remark(self, activation_after: Callable[[], str | None]) -> str:
         floor, rate = self.effective_floor, self.largest_rate
@@ -208,31 +215,37 @@ class ScaleShift(ScaleRegularizer):
             )
 
 
-def _blocks(weight: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    """The matrices stacked on dim 0. A sharded weight is gathered only where its shards may cut through them."""
-    return (weight,) if layout.blocks == 1 else whole(weight).chunk(layout.blocks)
+def _blocks(weight: Tensor, layout: Layout) -> Tensor:
+    """The weight, or (blocks, entries) where it is several; then a sharded one is gathered, as shards may cut them."""
+    return weight if layout.blocks == 1 else whole(weight).reshape(layout.blocks, -1)
 
 
-def _terms(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor]:
-    """log √max(‖W‖², least) and share · ‖W‖₁/‖W‖."""
-    square = (x * x).sum()
+def _sums(x: Tensor, layout: Layout) -> Tensor:
+    """The sum of a weight, or of each of its blocks (blocks, 1), as :func:`_blocks` gives them."""
+    return x.sum() if layout.blocks == 1 else x.sum(1, keepdim=True)
+
+
+def _terms(x: Tensor, layout: Layout, least: float, share: float) -> tuple[Tensor, Tensor]:
+    """log √max(‖W‖², least) and share · ‖W‖₁/‖W‖, summed over the blocks."""
+    square = _sums(x * x, layout)
     scale = 0.5 * square.clamp_min(least).log()
     zero = square <= torch.finfo(x.dtype).tiny
-    return scale, share * x.abs().sum() * square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+    inverse = square.masked_fill(zero, 1).rsqrt().masked_fill(zero, 0)
+    return _totals([(scale, share * _sums(x.abs(), layout) * inverse)])
 
 
-def _with_gradient(x: Tensor, least: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
+def _with_gradient(x: Tensor, layout: Layout, least: float, share: float) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`_terms` and the gradient of their sum."""
-    square = (x * x).sum()
-    scale, direction, on_weight, on_sign = log_norm(
-        square, x.abs().sum() if share else torch.zeros_like(square), least, share
-    )
-    return scale, direction, x.sign().mul_(on_sign).addcmul_(x, on_weight) if share else x * on_weight
+    square = _sums(x * x, layout)
+    absolute = _sums(x.abs(), layout) if share else torch.zeros_like(square)
+    scale, direction, on_weight, on_sign = log_norm(square, absolute, least, share)
+    gradient = x.sign().mul_(on_sign).addcmul_(x, on_weight) if share else x * on_weight
+    return *_totals([(scale, direction)]), gradient
 
 
 def _totals(terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The sums of both terms over the blocks."""
-    if len(terms) == 1:
+    if len(terms) == 1 and terms[0][0].ndim == 0:
         return terms[0]
     scale, direction = (torch.stack(each).sum() for each in zip(*terms, strict=True))
     return scale, direction

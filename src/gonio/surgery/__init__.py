@@ -14,18 +14,22 @@ from gonio.editing.where import (
     select,
     sites,
 )
-from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
+from gonio.surgery.anatomy import anatomy
 from gonio.surgery.balance import balance_
+from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.calibrate import calibrate_
 from gonio.surgery.equivalent import Deviation, equivalent, generated_example
+from gonio.surgery.even_out import even_out_
 from gonio.surgery.fold import fold_
 from gonio.surgery.gradually import Conversion, convert_gradually_
 from gonio.surgery.graph import activation_after, followed_by_norm
 from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
+from gonio.surgery.match_statistics import match_statistics_
 from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.recording import Part
 from gonio.surgery.recycle import recycle_
+from gonio.surgery.rotate import rotate_
 from gonio.surgery.shrink import shrink_intruders_
 from gonio.surgery.swap import swap_
 
@@ -55,13 +59,16 @@ __all__ = [
     "calibrate_",
     "convert_gradually_",
     "equivalent",
+    "even_out_",
     "fold_",
     "followed_by_norm",
     "generated_example",
     "init_",
     "lsuv_",
+    "match_statistics_",
     "parametrize_",
     "recycle_",
+    "rotate_",
     "select",
     "shrink_intruders_",
     "sites",

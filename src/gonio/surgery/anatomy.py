@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,180 +15,16 @@ from torch import Tensor, nn
 
 from gonio.editing.wrapping import unwrapped
 from gonio.seeding import generator
+from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import generated_example
+from gonio.surgery.planned import planned
 from gonio.surgery.recording import Call, Part, Product, Run, record
 
 _MASKED = -1e4  # logits below are those of pairs that a mask excludes
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One attention block.
-
-    Attributes:
-        path: the module that multiplies queries and keys.
-        query: for each head the rows that compute its queries.
-        key, value: for each key/value head its rows.
-        output: for each head the columns of the next layer that read it.
-        groups: for each head the number of its key/value head.
-        shared_key: rows that compute a part of the keys of every head.
-        rotary: whether positions rotate pairs of a query's entries, and which; "" for no rotation, None for not known.
-        normed: whether queries or keys pass a norm after their layer, so that the scale of the rows has no effect.
-        scales: whether the logits are proportional to the outputs of the rows of a head's queries, and of its keys; not
-            so behind a norm, a cap, or with a bias that depends on positions.
-        linear: whether the products of queries and keys are proportional to the outputs of the rows of the queries, and
-            of the keys, and what the next layer reads to those of the values; not so behind a norm.
-    """
-
-    path: str
-    query: tuple[tuple[Part, ...], ...]
-    key: tuple[tuple[Part, ...], ...]
-    value: tuple[tuple[Part, ...], ...]
-    output: tuple[Part, ...]
-    groups: tuple[int, ...]
-    shared_key: tuple[Part, ...] = ()
-    rotary: Literal["", "half", "pairs"] | None = None
-    normed: bool = False
-    scales: tuple[bool, bool] = (False, False)
-    linear: tuple[bool, bool, bool] = (False, False, False)
-    # Where queries (…, tokens, size) count the heads: dimensions from the end, and the head of each index along them.
-    places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
-    alone: bool = field(default=True, repr=False)  # whether the module multiplies no other queries and keys
-    kernel: bool = field(default=False, repr=False)  # whether a registered module computes it, by no function of torch
-
-    @property
-    def heads(self) -> int:
-        """The number of heads."""
-        return len(self.query)
-
-    @property
-    def kv_heads(self) -> int:
-        """The number of heads of keys and values; fewer than heads if several share them."""
-        return len(self.key)
-
-    @property
-    def head_size(self) -> int:
-        """The number of rows of a head's queries."""
-        return sum(part.count for part in self.query[0])
-
-    def __str__(self) -> str:
-        heads = f"{self.heads} head{'s' * (self.heads != 1)} of {self.head_size}"
-        shared = f" on {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
-        more = [f"rotary ({self.rotary})"] * bool(self.rotary) + ["normed queries or keys"] * self.normed
-        return ", ".join([heads + shared, *more])
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """Layers of which one reads what an activation gives of the others, entry by entry.
-
-    Attributes:
-        path: the module that calls the last layer.
-        up, down: the rows that compute the units, and the columns that read them.
-        gate: the rows whose activation multiplies the outputs of `up`; None where there is none.
-        experts: the number of experts in a stacked weight; 0 for no stack.
-        degree: 1 if what `down` reads is proportional to the outputs of `up`, as with a gate or ReLU; 2 if to their
-            squares, as with a squared ReLU; 0 for neither.
-    """
-
-    path: str
-    up: Part
-    down: Part
-    gate: Part | None = None
-    experts: int = 0
-    degree: int = 0
-
-    def __str__(self) -> str:
-        many = f"{self.experts} experts of " if self.experts else ""
-        return f"{many}{self.up.count} units{', gated' * (self.gate is not None)}"
-
-
-@dataclass(frozen=True)
-class Anatomy:
-    """The parts of a transformer. `str()` is a table.
-
-    Attributes:
-        attention: the attention blocks, in the order of execution.
-        mlps: the feed-forward blocks.
-        embeddings, heads, routers, norms: names of parameters: tables that are looked up, layers that compute an
-            output, layers whose largest outputs are chosen, and gains of norms.
-        ties: names of one parameter with several, the first one first.
-        unknown: by path, why products of queries and keys there were not taken apart.
-    """
-
-    attention: tuple[Attention, ...]
-    mlps: tuple[Mlp, ...]
-    embeddings: tuple[str, ...]
-    heads: tuple[str, ...]
-    routers: tuple[str, ...]
-    norms: tuple[str, ...]
-    ties: tuple[tuple[str, ...], ...]
-    unknown: Mapping[str, str]
-
-    @cached_property
-    def roles(self) -> dict[str, tuple[str, ...]]:
-        """By the name of a parameter, what it, or a part of it, is."""
-        found: dict[str, dict[str, None]] = {}
-        for block in self.attention:
-            for role in ("query", "key", "value", "output", "shared_key"):
-                name = "key" if role == "shared_key" else role
-                for part in _flat(getattr(block, role)):
-                    found.setdefault(part.tensor, {})[name] = None
-        for mlp in self.mlps:
-            if mlp.gate is not None:
-                found.setdefault(mlp.gate.tensor, {})["gate"] = None
-            found.setdefault(mlp.up.tensor, {})["up"] = None
-            found.setdefault(mlp.down.tensor, {})["down"] = None
-            for name in [n for n in (mlp.up.tensor, mlp.down.tensor) if mlp.experts]:
-                found[name]["expert"] = None
-        for role, names in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers),
-                            ("norm gain", self.norms)):  # fmt: skip
-            for name in names:
-                found.setdefault(name, {})[role] = None
-        return {name: tuple(roles) for name, roles in found.items()}
-
-    def stored_transposed(self, tensor: str) -> bool:
-        """Whether a stack of experts has its inputs before its outputs."""
-        return any((part.tensor, part.dim) == (tensor, dim) for mlp in self.mlps if mlp.experts
-                   for part, dim in ((mlp.up, 2), (mlp.gate or mlp.up, 2), (mlp.down, 1)))  # fmt: skip
-
-    def rows_of_heads(self, tensor: str) -> tuple[int, ...]:
-        """The sizes of consecutive heads of a weight that computes several of queries, keys and values, in its order.
-
-        The sizes repeat until all rows are cut; () for a weight of one role, and where other rows lie between.
-        """
-        heads = {part for block in self.attention for role in (block.query, block.key, block.value)
-                 for parts in role for part in parts if part.tensor == tensor}  # fmt: skip
-        if len([role for role in self.roles.get(tensor, ()) if role in ("query", "key", "value")]) < 2:
-            return ()
-        ranges = sorted(place for part in heads for place in part.rows)
-        sizes = [stop - start for start, stop in ranges]
-        if ranges[0][0] != 0 or any(a[1] != b[0] for a, b in itertools.pairwise(ranges)):
-            return ()
-        period = next(
-            n for n in range(1, len(sizes) + 1) if len(sizes) % n == 0 and sizes == sizes[:n] * (len(sizes) // n)
-        )
-        return tuple(sizes[:period])
-
-    def __str__(self) -> str:
-        rows = [(block.path or "the model", f"attention: {block}") for block in self.attention]
-        rows += [(mlp.path or "the model", f"MLP: {mlp}") for mlp in self.mlps]
-        rows += [(path or "the model", f"unknown: {why}") for path, why in self.unknown.items()]
-        rows += [(name, role) for role, names in (("embedding", self.embeddings), ("head", self.heads),
-                 ("router", self.routers)) for name in names]  # fmt: skip
-        width = max((len(path) for path, _ in rows), default=0)
-        head = f"{len(self.attention)} attention block{'s' * (len(self.attention) != 1)}, {len(self.mlps)} MLP"
-        lines = [head + "s" * (len(self.mlps) != 1), *(f"  {path:<{width}}  {what}" for path, what in rows)]
-        return "\n".join([*lines, *(f"  tied: {', '.join(names)}" for names in self.ties)])
-
-
-def _flat(parts: Any) -> Iterator[Part]:
-    for part in parts:
-        yield from (part,) if isinstance(part, Part) else _flat(part)
-
-
-def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
+def anatomy(model: nn.Module | str | os.PathLike[str], *, example: Any = None) -> Anatomy:
     r"""Which rows of which weights are queries, keys, values, outputs, gates, … of a transformer.
 
     The model runs once in evaluation mode. Attention is where a product of two activations passes a softmax whose
@@ -201,11 +38,19 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
     A kernel that is no function of torch is registered as a module of its own: ``gonio.surgery.facts.register(Kernel,
     Facts(attends=lambda q, k, v: (q, k, v)))``. It is believed where it computes softmax attention in the run.
 
+    The folder of a checkpoint, or a file in it, is known by its ``config.json``: transformers builds the model that it
+    names, without weights, and one layer of each kind (the same classes, shapes and settings) runs with random ones. No
+    code of the folder runs, and nothing is downloaded. Names are those of the model of transformers. Without
+    transformers, or for a class that it does not have, nothing is known but what `unknown` says.
+
     Args:
+        model: a model, or a path.
         example: an input, as :func:`gonio.equivalent` takes it, of at least two tokens; None for a generated one.
 
     Raises:
-        InvalidArgumentError: if no example is given and none can be made.
+        InvalidArgumentError: if no example is given and none can be made for a model; for a path without a
+            ``config.json``.
+        UnreadableFileError: for a damaged ``config.json``.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -217,6 +62,22 @@ def anatomy(model: nn.Module, *, example: Any = None) -> Anatomy:
         >>> [str(part) for part in found.attention[0].key[1]], str(found.attention[0].output[1])
         (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
     """
+    if isinstance(model, nn.Module):
+        return _found_in(model, example)
+    plan = planned(Path(model))
+    if isinstance(plan, str):
+        return replace(_NOTHING, unknown={"": plan})
+    try:
+        return plan.whole(_found_in(plan.model, example))
+    except Exception as error:  # the model of a configuration can raise anything
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return replace(_NOTHING, unknown={"": f"the model of its configuration was not run ({said})"})
+
+
+_NOTHING = Anatomy((), (), (), (), (), (), (), {})
+
+
+def _found_in(model: nn.Module, example: Any) -> Anatomy:
     inner = unwrapped(model)
     given = generated_example(inner) if example is None else example
     with torch.inference_mode(False), torch.enable_grad():

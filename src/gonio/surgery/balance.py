@@ -6,24 +6,20 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, move_state_
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
-from gonio.surgery.facts import WEIGHTED
-from gonio.surgery.graph import Graph, called_function, trace
-from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
-from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, block_symmetries, least_factors
+from gonio.surgery.graph import trace
+from gonio.surgery.movable import LeastSum, Movable, least_scales, movable
+from gonio.surgery.scales import ChannelMap
+from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, least_factors
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
 _ROUNDINGS = 64  # times the rounding of a coarser type in which the model computes, as norms in float32 do
-_AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
-_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
-_SWEEPS = 10_000
-_CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
 
 
 def balance_(
@@ -99,20 +95,18 @@ def balance_(
     check_optimizer(optimizer, model)
     refuse_shards(model, "balance_")
     same = SameFunction(model, example)
-    graphs = [trace(model, training=mode, dims=same.dims) for mode in (False, True)]
-    untraced = next((graph.reason for graph in graphs if graph.reason), "")
-    variables = [] if untraced else _variables(*graphs)
-    free = [variable for variable in variables if variable.free()]
-    least = least_scales(free, per_channel=level == "neuron")
-    blocks = _blocks(model, same, graphs[0], least, per_unit=level == "neuron")
+    evaluation, training = (trace(model, training=mode, dims=same.dims) for mode in (False, True))
+    found = movable(evaluation, training, lambda: same)
+    free, blocks = found.free, found.blocks if level == "neuron" else found.blocks.joined()
     if not free and not blocks.symmetries:
-        raise _nothing_moves(untraced, variables, blocks)
+        raise _nothing_moves(found)
+    least = least_scales(free, per_channel=level == "neuron")
     of_blocks = least_factors(blocks.symmetries, blocks.parameters)
     with Edit(model, "balance_") as edit:
         for layer in least.layers:
             _rescale_(edit, layer, *least.factors(layer), optimizer)
         _rescale_blocks_(edit, of_blocks, optimizer)
-        _note_result(edit, variables, least, blocks, of_blocks)
+        _note_result(edit, found, least, of_blocks)
         same.check_(edit, "balance", _allowed(blocks, exact=not free), 0.1)
     return edit.done()
 
@@ -123,52 +117,17 @@ def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float
     return {dtype: max(each, coarser) for dtype, each in allowed.items()}
 
 
-def _blocks(model: nn.Module, same: SameFunction, graph: Graph, least: LeastSum, *, per_unit: bool) -> BlockSymmetries:
-    """The symmetries of attention and MLP blocks, of a model in which there may be some."""
-    if not graph.reason and not any(_may_attend(graph, node) for node in graph.nodes):
-        return BlockSymmetries()
-    if same.input is None:
-        why = f"they are found by running it, and {same.why}; pass example="
-        return BlockSymmetries(left={why: (("attention and MLP blocks", ""),)})
-    taken = frozenset(id(p) for layer in least.layers for p in layer.module.parameters(recurse=False))
-    return block_symmetries(model, same.input, per_unit=per_unit, traced=not graph.reason, taken=taken)
-
-
-def _may_attend(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node is a product of matrices, a gate of a linear layer, or a layer of several matrices."""
-    module, called = graph.called(node), called_function(node)
-    gates = called in ("mul", "imul") and any(isinstance(graph.called(user), _AFTER_GATES) for user in node.users)
-    matrices = module is not None and not isinstance(module, WEIGHTED) and any(p.ndim > 1 for p in module.parameters())
-    return gates or matrices or called in _PRODUCTS
-
-
-def _nothing_moves(untraced: str, variables: list[ScaleVariable], blocks: BlockSymmetries) -> NotApplicableError:
-    if untraced:
-        why = "; ".join(blocks.reasons()) or "it has no known attention or MLP"
-        return _not_applicable(f"the model cannot be traced ({untraced}), and {why}", "Balance its parts.")
-    pinned = [*sorted({v.pinned for v in variables if v.pinned}), *blocks.reasons()]
+def _nothing_moves(found: Movable) -> NotApplicableError:
+    if found.untraced:
+        why = "; ".join(found.blocks.reasons()) or "it has no known attention or MLP"
+        return _not_applicable(f"the model cannot be traced ({found.untraced}), and {why}", "Balance its parts.")
+    pinned = [*sorted({v.pinned for v in found.variables if v.pinned}), *found.blocks.reasons()]
     why = "; ".join(pinned) or "no layer feeds another"
     return _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
 
 
 def _not_applicable(why: str, do: str) -> NotApplicableError:
     return NotApplicableError("balance_", "", why, do, action="balance")
-
-
-def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
-    """Those of the graph in evaluation; pinned unless the graph in training has the same one, and it is free."""
-    free = {_ends(variable) for variable in scale_variables(training) if variable.free()}
-    variables = scale_variables(evaluation)
-    for variable in variables:
-        if variable.free() and _ends(variable) not in free:
-            variable.pin("it is used differently in training and in evaluation")
-    return variables
-
-
-def _ends(variable: ScaleVariable) -> tuple[frozenset[str], frozenset[str]]:
-    """Paths of producers and consumers, which identify a variable in every graph of one model."""
-    consumers = frozenset(layer.path for layer, _ in variable.consumers)
-    return frozenset(layer.path for layer in variable.producers), consumers
 
 
 def _rescale_(
@@ -222,132 +181,19 @@ def _weight_factor(layer: ChannelMap, rows: Tensor, columns: Tensor) -> Tensor:
     return flat.view(*flat.shape, *[1] * (weight.dim() - 2))
 
 
-def _note_result(
-    edit: Edit, variables: list[ScaleVariable], least: LeastSum, blocks: BlockSymmetries, of_blocks: LeastFactors
-) -> None:
+def _note_result(edit: Edit, found: Movable, least: LeastSum, of_blocks: LeastFactors) -> None:
     before, after = least.before + of_blocks.before, least.after + of_blocks.after
     wasted = 1 - after / before if before > 0 else 0.0
     edit.note(f"Σ‖W‖² of these layers {before:.6g} → {after:.6g}: {wasted:.1%} of it was wasted")
     if not (least.converged and of_blocks.converged):
         edit.note("the search for the least sum has not converged: balance again to lower it further")
     pinned: dict[str, list[str]] = {}
-    for variable in variables:
+    for variable in found.variables:
         if variable.pinned and variable.producers:
             pinned.setdefault(variable.pinned, []).append(variable.producers[0].path)
     for why, paths in pinned.items():
         edit.note(f"the output of {listing(paths)} keeps its scale: {why}")
-    for sentence in blocks.reasons():
+    for sentence in found.blocks.reasons():
         edit.note(sentence)
-    if not blocks.trained:
+    if not found.blocks.trained:
         edit.note("the outputs in training mode were not compared: they fail, or differ from run to run")
-
-
-# --- the least sum of squares -------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def least_scales(
-    variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = _SWEEPS, tolerance: float = _CONVERGED
-) -> LeastSum:
-    r"""The least sum of squared weights over the free scales, by coordinate descent.
-
-    The sum consists of terms :math:`s_i^2\, m_{ij} / t_j^2` and so is convex in the logarithms of the scales.
-    For one scale with all others fixed it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is the
-    square of the rows that produce the channel and Q of the columns that consume it. In :math:`\log s` this is a
-    hyperbolic cosine about its minimum, so steps of up to twice the distance descend. Successive over-relaxation uses
-    them: the number of sweeps is proportional to the length of a chain instead of its square.
-
-    The variables must be free. `tolerance` is the largest change of a log scale at convergence.
-    """
-    least = LeastSum(variables)
-    largest = 0.0
-    for _ in range(sweeps):
-        largest = max((least.improve_(variable, per_channel=per_channel) for variable in variables), default=0.0)
-        if largest < tolerance:
-            break
-    least.after, least.converged = least.sum_of_squares(), largest < tolerance
-    return least
-
-
-class LeastSum:
-    """Coordinate descent: the squared factors of the rows and columns of each layer; see :func:`least_scales`.
-
-    Attributes:
-        layers: those that take part.
-        before: the sum of squares of these layers.
-        after: the same at the factors found.
-        converged: whether no factor changes any more; those found are valid, but not the best, if it is False.
-    """
-
-    def __init__(self, variables: list[ScaleVariable]) -> None:
-        self.scales = {v: torch.ones(v.channels, dtype=torch.float64) for v in variables}
-        parts = [part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))]
-        self.layers = list(dict.fromkeys(parts))
-        self.rows = {layer: torch.ones(layer.out_channels, dtype=torch.float64) for layer in self.layers}
-        self.columns = {layer: torch.ones(layer.in_channels, dtype=torch.float64) for layer in self.layers}
-        self.lengthened = _over_relaxation(variables)
-        self.before = self.after = self.sum_of_squares()
-        self.converged = False
-
-    def sum_of_squares(self) -> float:
-        """The sum of squares of all layers at the present factors."""
-        return math.fsum(float(self._made(layer).sum()) for layer in self.layers)
-
-    def factors(self, layer: ChannelMap) -> tuple[Tensor, Tensor]:
-        """The factors of a layer's rows (outputs) and columns (inputs)."""
-        return self.rows[layer].sqrt(), self.columns[layer].sqrt()
-
-    def improve_(self, variable: ScaleVariable, *, per_channel: bool) -> float:
-        """Give one variable its best scales, the others held; the largest step of a log scale."""
-        # a layer that both makes and reads the tensor keeps its norm under a common factor
-        loops = set(variable.producers) & {layer for layer, _ in variable.consumers}
-        moved = 0.0
-        if loops or not per_channel:
-            made = [self._made(layer).sum() for layer in variable.producers if layer not in loops]
-            used = [self._used(layer, per).sum() for layer, per in variable.consumers if layer not in loops]
-            if made and used:
-                shape = (variable.channels,)
-                total_made, total_used = torch.stack(made).sum(), torch.stack(used).sum()
-                moved = self._step_(variable, total_made.expand(shape), total_used.expand(shape), power=0.25)
-        if not per_channel:
-            return moved
-        made_each = torch.stack([self._made(layer) for layer in variable.producers]).sum(0)
-        used_each = torch.stack([self._used(layer, per) for layer, per in variable.consumers]).sum(0)
-        # In a loop the channels of one step depend on each other: a full step of all of them overshoots,
-        # half of it descends.
-        return max(moved, self._step_(variable, made_each, used_each, power=0.125 if loops else 0.25))
-
-    def _made(self, layer: ChannelMap) -> Tensor:
-        """The squares of a layer's rows."""
-        columns = self.columns[layer].view(layer.squares.shape[0], -1, 1).to(layer.squares.device)
-        return self.rows[layer] * torch.bmm(layer.squares, columns).flatten().cpu()
-
-    def _used(self, layer: ChannelMap, per_channel: int) -> Tensor:
-        """The squares of a layer's columns, summed over the features of each channel."""
-        rows = self.rows[layer].view(layer.squares.shape[0], 1, -1).to(layer.squares.device)
-        columns = self.columns[layer] * torch.bmm(rows, layer.squares).flatten().cpu()
-        return columns.view(-1, per_channel).sum(1)
-
-    def _step_(self, variable: ScaleVariable, made: Tensor, used: Tensor, *, power: float) -> float:
-        # a channel that is never produced or never used has no best scale: it stays
-        step = torch.where((made > 0) & (used > 0), (used / made).pow(power * self.lengthened[variable]), 1.0)
-        self.scales[variable] *= step
-        squares = self.scales[variable].square()
-        for layer in variable.producers:
-            self.rows[layer] = squares
-        for layer, per_channel in variable.consumers:
-            self.columns[layer] = 1 / squares.repeat_interleave(per_channel)
-        return float(step.log().abs().max()) if step.numel() else 0.0
-
-
-def _over_relaxation(variables: list[ScaleVariable]) -> dict[ScaleVariable, float]:
-    """The factor of each variable's steps: 1 for a variable on which no other one depends."""
-    group = {variable: {variable} for variable in variables}
-    touching: dict[ChannelMap, ScaleVariable] = {}
-    for variable in variables:
-        for layer in (*variable.producers, *(layer for layer, _ in variable.consumers)):
-            other = touching.setdefault(layer, variable)
-            if group[other] is not group[variable]:
-                joined = group[other] | group[variable]
-                group.update(dict.fromkeys(joined, joined))
-    return {variable: 2 / (1 + math.sin(math.pi / (len(group[variable]) + 1))) for variable in variables}

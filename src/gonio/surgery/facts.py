@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd, inf, prod, sqrt
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -156,6 +157,28 @@ def computes_plainly(module: nn.Module) -> bool:
     """Whether the module applies its own Parameter `weight`, and a bias, as torch's layer of its kind does."""
     own = module._parameters.get("weight")
     return own is not None and own is getattr(module, "weight", None) and computes_as(module, WEIGHTED)
+
+
+def applied_weight(module: nn.Module | None) -> Tensor | None:
+    """The weight with which a module computes as torch's linear layer or convolution of its class, in evaluation mode.
+
+    What timm's layers with a forward of their own apply is stated by type; the padding of a convolution among them may
+    be other zeros than its `padding` says. None for everything else.
+
+    Example:
+        >>> from gonio.surgery.facts import applied_weight
+        >>> layer = nn.Linear(2, 2)
+        >>> applied_weight(layer) is layer.weight, applied_weight(nn.ReLU())
+        (True, None)
+    """
+    if module is None or isinstance(module, nn.Bilinear):
+        return None
+    if computes_as(module, WEIGHTED):
+        return getattr(module, "weight", None)
+    kind = type(module)
+    own = "forward" in vars(module) or getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is not kind
+    applied = None if own else _APPLIED.get(f"{kind.__module__}.{kind.__qualname__}")
+    return None if applied is None else applied(module)
 
 
 def tail_of(norm: nn.Module) -> list[nn.Module]:
@@ -406,11 +429,32 @@ _OF_TIMM = (
     *(("Swish", "silu"), ("Mish", "mish"), ("Sigmoid", "sigmoid"), ("Tanh", "tanh")),
     *(("HardSwish", "hardswish"), ("GELU", "gelu"), ("GELUTanh", "gelu")),
 )
+
+
+def _standardised(conv: Any) -> Tensor:
+    """Filters of mean 0 and variance 1 but for eps, times a gain and a constant where the layer has them."""
+    var, mean = torch.var_mean(conv.weight, tuple(range(1, conv.weight.dim())), correction=0, keepdim=True)
+    filters: Tensor = (conv.weight - mean) / (var + conv.eps).sqrt()
+    return filters * conv.gain * conv.scale if hasattr(conv, "gain") else filters
+
+
+_APPLIED: dict[str, Callable[[Any], Tensor]] = {
+    **dict.fromkeys(("timm.layers.linear.Linear", "timm.layers.conv2d_same.Conv2dSame"), attrgetter("weight")),
+    **{f"timm.layers.std_conv.{s}StdConv2d{same}": _standardised for s in ("", "Scaled") for same in ("", "Same")},
+}
+_SCALED = Facts(
+    removes_scale=False,
+    removes_shift=False,
+    homogeneous=True,
+    lipschitz=lambda layer, x: float(layer.gamma.detach().abs().max()),
+)
 _GELU = ("GELUActivation", "NewGELUActivation", "GELUTanh", "FastGELUActivation")
 _FOREIGN: dict[str, Facts] = _attentions() | {
     "timm.layers.norm_act.BatchNormAct2d": _WITH_ACTIVATION,
     "timm.layers.norm_act.SyncBatchNormAct": _WITH_ACTIVATION,
     **{f"timm.layers.activations.{kind}": Facts(activation=name, lipschitz=SLOPES[name]) for kind, name in _OF_TIMM},
     **{f"transformers.activations.{kind}": Facts(activation="gelu", lipschitz=SLOPES["gelu"]) for kind in _GELU},
+    **{f"timm.layers.layer_scale.LayerScale{dims}": _SCALED for dims in ("", "2d")},
+    "timm.layers.blur_pool.BlurPool2d": _COPIES,
     "transformers.activations.SiLUActivation": Facts(activation="silu", lipschitz=SLOPES["silu"]),
 }

@@ -274,10 +274,14 @@ def _why_not_alone(
     others = [Reader.of(call) for call in run.calls if id(call) not in mine]
     for r in [r for r in gain.readers if any(r.overlaps(other) for other in others)]:
         return f"{r.tensor} reads something else, too"
-    channels = parameters[gain.gain].numel()
-    idle = [n for n, p in parameters.items() if p.ndim > 1 and channels in p.shape and n not in run.used
-            and (n.rpartition(".")[0] not in over or run.began[n.rpartition(".")[0]] > 1)]  # fmt: skip
+    idle = not_run(run, parameters, parameters[gain.gain].numel(), over)
     return f"{listing(idle)} had no part in the run, and may read it" if idle else ""
+
+
+def not_run(run: Run, parameters: Mapping[str, nn.Parameter], channels: int, over: Collection[str]) -> list[str]:
+    """Weights of so many channels that no function took, but of modules whose only call was over before."""
+    return [n for n, p in parameters.items() if p.ndim > 1 and channels in p.shape and n not in run.used
+            and (n.rpartition(".")[0] not in over or run.began[n.rpartition(".")[0]] > 1)]  # fmt: skip
 
 
 def _facts(module: nn.Module, x: Tensor, gain: str) -> tuple[float, str] | None:

@@ -54,7 +54,7 @@ class Graph:
     Attributes:
         model: the module that the paths start from: the model without compilation or parallelism around it.
         nodes: the nodes of the `torch.fx` graph, in the order of execution.
-        reason: why tracing failed; empty if it did not.
+        reason: why tracing failed; empty if it did not. stopped: path of the module whose forward could not be traced.
         measured: by path, the facts of layers of unknown type that follow a weighted layer.
         dims: by path, the number of dimensions of a layer's outputs, as far as a run of the model told it.
         constants: by the target of a node, the tensors that the forward computes from buffers alone.
@@ -64,6 +64,7 @@ class Graph:
     model: nn.Module
     nodes: tuple[fx.Node, ...] = ()
     reason: str = ""
+    stopped: str = ""
     measured: Mapping[str, Facts] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -285,6 +286,7 @@ class _Tracer(fx.Tracer):
         self._measuring = False
         self.measured: dict[str, Facts] = {}
         self.read: dict[int, Tensor] = {}
+        self.stopped = ""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
@@ -302,7 +304,11 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         if facts_of(m) is UNKNOWN and (not m._modules or isinstance(m, TORCH_NORMS)) and args:
             self._measure(m, args[0])
-        return super().call_module(m, forward, args, kwargs)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.stopped = self.stopped or self.path_of_module(m)  # the innermost one
+            raise
 
     def _measure(self, m: nn.Module, argument: Any) -> None:
         """Run a layer of unknown type on inputs of the shape that the weighted layer before it makes."""
@@ -347,7 +353,7 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
         >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
         ''
     """
-    model = unwrapped(model)
+    model, tracer = unwrapped(model), _Tracer()
     try:
         with _TRACING, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
@@ -356,10 +362,9 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
                 twin.train(training)
             arguments = list(inspect.signature(twin.forward).parameters.values())[1:]
             defaults = {p.name: p.default for p in arguments if p.kind in _BY_NAME and p.default is not p.empty}
-            tracer = _Tracer()
             graph = tracer.trace(twin, concrete_args=defaults)
     except Exception as error:  # the model's own code can raise anything under a tracer
-        return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0])
+        return Graph(model, reason=f"{type(error).__name__}: {error}".split("\n")[0], stopped=tracer.stopped)
     names = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in vars(twin).items() if name in names and isinstance(value, Tensor)}
     facts, read = tracer.measured, frozenset(tracer.read) | _read_buffers(twin, model, tracer.read)

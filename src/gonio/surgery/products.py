@@ -102,8 +102,10 @@ class Products(TorchFunctionMode):
             return
         labels = [self._labels.get(id(t)) for t in pair]
         left, right = (pair[0], pair[1].mT) if name != "einsum" else _spelled(args[0], *pair)
-        for label, other in ((labels[0], right), (labels[1], left)):
+        for label, shares, other in ((labels[0], left, right), (labels[1], right, left)):
             if label is not None and label[1] == "shares" and label[2].value is None:
+                if _of_queries(shares):
+                    continue
                 label[2].value, label[2].out = other.mT, out
                 self.valued(label[2])
                 return
@@ -121,6 +123,14 @@ class Products(TorchFunctionMode):
         product.logits = x
         self._labels[id(out)] = (out, "shares", product)
         self.found(product, args, kwargs)
+
+
+def _of_queries(shares: Tensor) -> bool:
+    """Whether the shares (…, i, keys) that are summed with values add up to 1 over queries, and not over keys."""
+    if shares.ndim < 2 or not shares.numel():
+        return False
+    over_keys, over_queries = (bool((shares.detach().sum(dim) - 1).abs().max() < 1e-3) for dim in (-1, -2))
+    return over_queries and not over_keys
 
 
 def tensors_of(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -18,7 +18,8 @@ from gonio.editing.twin import evaluating, set_tensors_
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import listing
 from gonio.seeding import generator
-from gonio.surgery.anatomy import Anatomy, Attention, Mlp, anatomy
+from gonio.surgery.anatomy import anatomy
+from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.recording import Part
@@ -68,6 +69,19 @@ class Symmetry:
         """The names of the weights and biases, in order."""
         return {name: None for side in (*self.made, *self.read) for name in (side.tensor, side.bias) if name}
 
+    @property
+    def weights(self) -> dict[str, None]:
+        """The names of the weights, in order."""
+        return {side.tensor: None for side in (*self.made, *self.read)}
+
+    def joined(self) -> Symmetry:
+        """The same with one factor for all rows."""
+        made, read = (
+            tuple(replace(side, units=torch.zeros_like(side.units)) for side in sides)
+            for sides in (self.made, self.read)
+        )
+        return replace(self, made=made, read=read, units=1, experts=0)
+
 
 @dataclass(frozen=True)
 class BlockSymmetries:
@@ -81,8 +95,22 @@ class BlockSymmetries:
     symmetries: tuple[Symmetry, ...] = ()
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     left: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    eps: float = 0.0  # the largest rounding of the types in which the model computes
-    trained: bool = True  # whether the outputs in training mode were compared, too
+    anatomy: Anatomy | None = None  # of the model, if it was run
+    trial: TwinTrial[Symmetry] | None = None  # that confirmed them
+
+    @property
+    def eps(self) -> float:
+        """The largest rounding of the types in which the model computes."""
+        return 0.0 if self.trial is None else self.trial.coarsest()
+
+    @property
+    def trained(self) -> bool:
+        """Whether the outputs in training mode were compared, too."""
+        return self.trial is None or self.trial.trains
+
+    def joined(self) -> BlockSymmetries:
+        """The same with one factor for each pair of weights of a block."""
+        return replace(self, symmetries=tuple(each.joined() for each in self.symmetries))
 
     def reasons(self) -> list[str]:
         """What is left alone and why, one sentence for each pair and reason."""
@@ -94,9 +122,7 @@ class BlockSymmetries:
         return found
 
 
-def block_symmetries(
-    model: nn.Module, example: Any, *, per_unit: bool, traced: bool, taken: frozenset[int]
-) -> BlockSymmetries:
+def block_symmetries(model: nn.Module, example: Any, *, traced: bool, taken: frozenset[int]) -> BlockSymmetries:
     """Find the symmetries of attention and MLP blocks by :func:`gonio.surgery.anatomy`, and confirm them by running.
 
     Each one is tried with random powers of two, which floating-point numbers are multiplied by without rounding: the
@@ -104,7 +130,6 @@ def block_symmetries(
 
     Args:
         example: an input of the model.
-        per_unit: one factor per channel or head, else one per block.
         traced: whether the graph of the model says what it knows of activations.
         taken: the `id` of parameters that are left alone.
     """
@@ -113,7 +138,7 @@ def block_symmetries(
     found, trial = anatomy(model, example=example), _OfBlocks(model, example, parameters)
     left: dict[str, list[tuple[str, str]]] = {}
     able: list[list[Symmetry]] = []
-    for why, options in _candidates(found, per_unit=per_unit):
+    for why, options in _candidates(found):
         first = options[0]
         known = why == _ACTIVATION or all(id(parameters[side.tensor]) in taken for side in first.made)
         if first.kind == _UNITS and traced and known:  # the graph says which activations are homogeneous
@@ -130,30 +155,28 @@ def block_symmetries(
         left.setdefault("the outputs change if it moves", []).append((options[0].kind, options[0].path))
     chosen = tuple(each for each in tried if each is not None)
     kept = {why: tuple(places) for why, places in left.items()}
-    return BlockSymmetries(chosen, parameters, kept, trial.coarsest() if chosen else 0.0, not chosen or trial.trains)
+    return BlockSymmetries(chosen, parameters, kept, found, trial if chosen else None)
 
 
 # --- which there may be -----------------------------------------------------------------------------------------------
 
 
-def _candidates(found: Anatomy, *, per_unit: bool) -> Iterator[tuple[str, list[Symmetry]]]:
+def _candidates(found: Anatomy) -> Iterator[tuple[str, list[Symmetry]]]:
     """For each pair of weights why its scale is fixed, and what to try, the finest grain first."""
     for block in found.attention:
         why = "" if all(block.linear[:2]) else "the products are not proportional to queries and keys"
         why = "a norm follows queries or keys" if block.normed else why
-        yield why, [_of_queries(block, grain) for grain in _grains(block.rotary, per_unit, block)]
+        yield why, [_of_queries(block, grain) for grain in _grains(block)]
         why = "" if block.linear[2] else "the next layer reads what is not proportional to the values"
-        yield why, [_of_values(block, grain) for grain in (("channel", "head") if per_unit else ("block",))]
+        yield why, [_of_values(block, grain) for grain in ("channel", "head", "block")]
     for mlp in found.mlps:
-        yield "" if mlp.degree else _ACTIVATION, [_of_units(mlp, per_unit=per_unit)]
+        yield "" if mlp.degree else _ACTIVATION, [_of_units(mlp, grain) for grain in ("channel", "block")]
 
 
-def _grains(rotary: str | None, per_unit: bool, block: Attention) -> tuple[_Grain, ...]:
-    if not per_unit:
-        return ("block",)
+def _grains(block: Attention) -> tuple[_Grain, ...]:
     pairs: dict[str | None, tuple[_Grain, ...]] = {"": ("channel",), "half": ("half",), "pairs": ("pairs",)}
-    even = block.head_size % 2 == 0 or not rotary
-    return (*(pairs.get(rotary, ()) if even and not block.shared_key else ()), "head")
+    even = block.head_size % 2 == 0 or not block.rotary
+    return (*(pairs.get(block.rotary, ()) if even and not block.shared_key else ()), "head", "block")
 
 
 def _of_queries(block: Attention, grain: _Grain) -> Symmetry:
@@ -172,11 +195,11 @@ def _of_values(block: Attention, grain: _Grain) -> Symmetry:
     return Symmetry(block.path, "value and output", made, read, units)
 
 
-def _of_units(mlp: Mlp, *, per_unit: bool) -> Symmetry:
-    grain: _Grain = "channel" if per_unit else "block"
+def _of_units(mlp: Mlp, grain: _Grain) -> Symmetry:
     made, units = _sides([(0, (mlp.up,))], grain)
     read, _ = _sides([(0, (mlp.down,))], grain)
-    return Symmetry(mlp.path, _UNITS, made, read, units, max(mlp.degree, 1), mlp.experts if per_unit else 0)
+    experts = mlp.experts if grain == "channel" else 0
+    return Symmetry(mlp.path, _UNITS, made, read, units, max(mlp.degree, 1), experts)
 
 
 def _sides(heads: Iterable[tuple[int, tuple[Part, ...]]], grain: _Grain) -> tuple[tuple[Side, ...], int]:
@@ -368,12 +391,17 @@ def _shape(symmetry: Symmetry) -> tuple[int, ...]:
     return (symmetry.experts, symmetry.units) if symmetry.experts else (symmetry.units,)
 
 
+Sums = dict[tuple[str, int, bool], Tensor]
+"""Sums of squares along a dimension of a tensor, of a stack for each matrix: each weight is read once for it."""
+
+
 class Factors:
     """By the name of a tensor and a dimension, the factors along it (of a stack of experts, for each expert)."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], sums: Sums | None = None) -> None:
         self.parameters = parameters
         self._along: dict[tuple[str, int], Tensor] = {}
+        self._sums: Sums = {} if sums is None else sums
 
     @property
     def names(self) -> list[str]:
@@ -415,18 +443,34 @@ class Factors:
         """For each factor the sum of squares of the weights that it acts on, at the present factors."""
         found = torch.zeros(_shape(symmetry), dtype=torch.float64)
         for side in sides:
-            index = side.index.to(self.parameters[side.tensor].device)
-            rows = self._squared(side.tensor).index_select(side.dim, index).movedim(side.dim, -1)
-            rows = rows.flatten(1, -2).sum(1) if symmetry.experts else rows.flatten(0, -2).sum(0)
-            found.index_add_(-1, side.units, rows.cpu())
+            rows = self._rows(side.tensor, side.dim, stacked=symmetry.experts > 0)
+            found.index_add_(-1, side.units, rows.index_select(-1, side.index))
         return found
+
+    def sum_of(self, symmetry: Symmetry) -> float:
+        """The sum of squares of both sides of a symmetry, at the present factors."""
+        return sum(float(self.squares(symmetry, sides).sum()) for sides in (symmetry.made, symmetry.read))
 
     def sum_of_squares(self, names: Iterable[str]) -> float:
         """The sum of squares of these tensors, at the present factors."""
-        return math.fsum(float(self._squared(name).sum()) for name in names)
+        found = []
+        for name in names:
+            dim, stacked = next(((d, along.ndim > 1) for (n, d), along in self._along.items() if n == name), (0, False))
+            found.append(float(self._rows(name, dim, stacked=stacked).sum()))
+        return math.fsum(found)
 
-    def _squared(self, name: str) -> Tensor:
-        return (self.parameters[name].detach().double() * self.exact(name)).square()
+    def _rows(self, name: str, dim: int, *, stacked: bool) -> Tensor:
+        """The sums of squares along a dimension, and of a stack along the first one, at the present factors."""
+        weight, kept = self.parameters[name].detach(), {0, dim} if stacked else {dim}
+        others = [d for d in range(weight.ndim) if d not in kept]
+        if any(n == name and (d != dim or along.ndim > 1 + stacked) for (n, d), along in self._along.items()):
+            squares = (weight.double() * self.exact(name)).square()
+            return (squares.sum(others) if others else squares).cpu()
+        if (name, dim, stacked) not in self._sums:
+            norms = torch.linalg.vector_norm(weight, dim=others, dtype=torch.float64) if others else weight.double()
+            self._sums[name, dim, stacked] = norms.square().cpu()
+        along = self._along.get((name, dim))
+        return self._sums[name, dim, stacked] * (1 if along is None else along.square())
 
 
 @dataclass
@@ -434,33 +478,44 @@ class LeastFactors:
     """The factors of the least sum of squares, with the sums of squares of these weights before and after."""
 
     factors: Factors
+    pairs: tuple[tuple[float, float], ...] = ()  # of each symmetry the sum of squares before and after
     before: float = 0.0
     after: float = 0.0
     converged: bool = True
 
 
 @torch.no_grad()
-def least_factors(symmetries: Sequence[Symmetry], parameters: Mapping[str, nn.Parameter]) -> LeastFactors:
+def least_factors(
+    symmetries: Sequence[Symmetry],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    sweeps: int = _SWEEPS,
+    tolerance: float = _CONVERGED,
+    sums: Sums | None = None,
+) -> LeastFactors:
     r"""The factors at which the sum of the squared weights is least.
 
     With P and Q the sums of squares of what a factor multiplies and of what it divides, :math:`s^2 P + Q / s^{2n}` is
     least at :math:`s^{2 + 2n} = nQ/P`, n being the degree. Weights that have factors along two dimensions couple
-    them; then this is repeated until nothing moves, as the sum is convex in the logarithms.
+    them; then this is repeated until nothing moves, as the sum is convex in the logarithms. `sums` keeps what was read
+    of the weights for another search.
     """
-    least = LeastFactors(Factors(parameters))
+    least = LeastFactors(Factors(parameters, {} if sums is None else sums))
     dims: dict[str, set[int]] = {}
     for each in symmetries:
         for side in (*each.made, *each.read):
             dims.setdefault(side.tensor, set()).add(side.dim)
     coupled = [each for each in symmetries if any(len(dims.get(name, ())) > 1 for name in each.tensors)]
     least.before = least.factors.sum_of_squares(dims)
+    before = [least.factors.sum_of(each) for each in symmetries]
     moved = [_improve_(least.factors, each) for each in symmetries]
-    for _ in range(_SWEEPS if coupled and moved else 0):
-        if max(_improve_(least.factors, each) for each in coupled) < _CONVERGED:
+    for _ in range(sweeps if coupled and moved else 0):
+        if max(_improve_(least.factors, each) for each in coupled) < tolerance:
             break
     else:
         least.converged = not coupled
     least.after = least.factors.sum_of_squares(dims)
+    least.pairs = tuple(zip(before, map(least.factors.sum_of, symmetries), strict=True))
     return least
 
 

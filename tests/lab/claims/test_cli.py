@@ -38,14 +38,14 @@ def claim(tmp_path: Path) -> str:
 
 def test_a_claim_file_is_tried_resumed_and_exported(claim: str, tmp_path: Path) -> None:
     words = ["reproduce", claim, "--jobs", "2", "-o", str(tmp_path / "out"), "--json", str(tmp_path / "all.json")]
-    first, second = shell(*words), shell(*words)
-    assert (first.returncode, second.returncode) == (0, 0)
+    first, second = shell(*words), invoke(*words)
+    assert (first.returncode, second.exit_code) == (0, 0)
     assert "1 claim tried on this machine: identities: 1 holds" in first.stdout
     assert first.stdout == second.stdout
     assert (tmp_path / "out" / "claims.html").is_file()
     data = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
     assert len(data["claims"][0]["evidence"]["values"]) == 3
-    exported = json.loads(shell("report", str(tmp_path / "out" / "tiny"), "--json", "-").stdout)
+    exported = json.loads(invoke("report", str(tmp_path / "out" / "tiny"), "--json", "-").stdout)
     assert exported["claims"] == data["claims"]
 
 
@@ -67,8 +67,8 @@ def test_a_dry_run_trains_nothing_to_the_end(claim: str, tmp_path: Path) -> None
 
 
 def test_a_dry_run_says_what_is_not_tried_and_what_cannot_be_decided(claim: str) -> None:
-    found = shell("reproduce", "bn-imagenet", claim, "--dry-run")
-    assert found.returncode == 0
+    found = invoke("reproduce", "bn-imagenet", claim, "--dry-run")
+    assert found.exit_code == 0
     assert "bn-imagenet: not tried: " in found.stdout
     assert "can decide it" not in found.stdout, "an identity is not tested by its signs"
     member = load_claim("som-spread")

@@ -217,3 +217,41 @@ def test_a_best_rate_at_the_end_of_the_grid_is_that_end() -> None:
 def test_held_weights_have_another_best_rate() -> None:
     training, octaves = replace(TRAINING, lr=0.01, optimizer="adamw"), [-4.0, -2.0, 0.0, 2.0, 4.0]
     assert best_rate(training, octaves, hold=True) != best_rate(training, octaves)
+
+
+def test_certified_accuracy_is_that_of_margins_over_the_bound() -> None:
+    """A linear classifier, whose radius is exact: the smallest margin over the distance of two rows."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    test = resolve("digits").test
+    model[1].weight.data.copy_(torch.stack([test.inputs[test.targets == k].mean(0).flatten() for k in range(10)]))
+    model[1].bias.data.copy_(-model[1].weight.data.square().sum(1) / 2)
+    weight, logits = model[1].weight.detach().double(), model(test.inputs).detach().double()
+    best = logits.argmax(1)
+    apart = torch.cdist(weight, weight)[best].scatter(1, best[:, None], 1.0)
+    radius = ((logits.amax(1)[:, None] - logits) / apart).scatter(1, best[:, None], math.inf).amin(1)
+    shares = []
+    for eps in (0.0, 0.3, 1.0):
+        shares.append(measured("certified_accuracy", model, eps=eps))
+        expected = 100 * float(((best == test.targets) & (radius > eps)).double().mean())
+        assert shares[-1] == pytest.approx(expected, abs=0.2)
+    assert shares[0] > shares[1] > shares[2]
+
+
+def test_certified_radii_are_in_the_unit_of_the_inputs() -> None:
+    model = deep_mlp(depth=1, width=8)
+    run, scaled = subject(model), resolve("digits")
+    function = spec_of(Measure("certified_accuracy", {"eps": 0.1})).function
+    halved = replace(run, task=replace(scaled, standardize=((0.0,), (1.0,))))
+    assert function(halved, eps=0.02) == function(run, eps=0.02)
+    # inputs that are divided by 1/4: what moves by eps in its own unit moves four times as far in the network
+    fine = replace(run, task=replace(scaled, standardize=((0.0,), (0.25,))))
+    stretched = copy.deepcopy(model)
+    stretched[1].weight.data.mul_(4)
+    assert function(fine, eps=0.02) == pytest.approx(function(subject(stretched), eps=0.02), abs=1e-9)
+
+
+def test_the_certified_constant_is_the_product_of_the_norms() -> None:
+    model = deep_mlp(depth=2, width=8)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    expected = sum(math.log10(spectral(layer)) for layer in layers)
+    assert measured("certified_constant", model) == pytest.approx(expected)

@@ -13,7 +13,7 @@ from torch import nn
 
 import gonio
 from gonio.lab import Split, Task, TrainingConfig
-from gonio.measuring.findings.prescriptions import prescriptions
+from gonio.measuring.findings.prescriptions import PROOFS, prescriptions
 from gonio.measuring.findings.rules import RULES, explain
 
 
@@ -64,12 +64,11 @@ def scaled() -> nn.Sequential:
 @pytest.mark.parametrize("code", RULES)
 def test_every_rule_has_a_prescription_or_the_reason_why_not(code: str) -> None:
     prescription = prescriptions()[code]
-    assert bool(prescription.verb) != bool(prescription.none)
-    for each in filter(None, (prescription, prescription.otherwise)):
-        if each.verb:
-            assert callable(getattr(gonio, each.verb))
-            assert each.proof in ("same function", "held-out score")
-            assert all((each.why, each.changes, each.cannot))
+    assert bool(prescription.remedies) != bool(prescription.none)
+    for each in prescription.remedies:
+        assert callable(getattr(gonio.lab if each.verb == "retrain_" else gonio, each.verb))
+        assert each.proof in PROOFS
+        assert all((each.why, each.changes, each.cannot))
     assert f"gonio.doctor: {prescription}" in explain(code)
 
 
@@ -115,8 +114,8 @@ def test_statistics_are_measured_anew_with_a_proof(buffer: str, value: float, co
     damaged[1].get_buffer(buffer).fill_(value)
     before = copy.deepcopy(damaged)
     treated = gonio.doctor(damaged, task=data)
-    assert [(step.verb, step.verdict, step.proved) for step in treated.steps] == [("calibrate_", "kept", True)]
-    assert code in treated.steps[0].codes
+    assert [(step.verb, step.proved) for step in treated.kept] == [("calibrate_", True)]
+    assert code in treated.kept[0].codes
     assert not treated.after.findings
     assert abs(gonio.lab.accuracy(treated.model(data.test.inputs), data.test.targets) - score) <= 2
     assert same(damaged, before)
@@ -171,11 +170,12 @@ def test_a_weak_filter_gets_its_scale_back_or_is_drawn_anew() -> None:
     assert not treated.after.findings
     model = mlp(weak=1e-7)
     alone = gonio.doctor(model, batch=x)
-    assert [(step.verb, step.verdict) for step in alone.steps] == [("balance_", "undone"), ("recycle_", "not applied")]
-    assert "not provable without data" in alone.steps[1].proof
+    steps = {step.verb: step for step in alone.steps}
+    assert (steps["balance_"].verdict, steps["recycle_"].verdict) == ("undone", "not applied")
+    assert all("not provable without data" in s.proof for s in alone.steps if s.verdict == "not applied")
     asked = gonio.doctor(model, batch=x, apply_unproven=True)
-    assert [step.verb for step in asked.kept] == ["recycle_"]
-    assert asked.recipe["steps"][0]["options"] == {"weak": 1e-3, "where": ["0"]}
+    assert [(step.verb, step.proved) for step in asked.kept] == [("even_out_", False)]
+    assert asked.recipe["steps"][0]["options"] == {"where": ["0"]}
 
 
 def test_statistics_are_measured_in_the_named_layers_first() -> None:
@@ -227,14 +227,19 @@ def test_the_proof_says_improved_or_not_inferior() -> None:
     assert treated.steps[0].proof.startswith("improved: accuracy on held-out blobs: +")
 
 
-def test_a_nan_weight_is_refused() -> None:
+def test_a_nan_weight_is_refused_without_data_and_set_to_0_with_a_proof() -> None:
     model = network()
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
+    refused = gonio.doctor(model, batch=task().train.inputs)
+    assert not refused.kept
+    assert any("G001" in step.codes and "not provable without data" in step.proof for step in refused.steps)
+    assert same(refused.model, model)
     treated = gonio.doctor(model, task=task())
-    assert not treated.kept
-    assert any(finding.code == "G001" and "value is lost" in why for finding, why in treated.untreated)
-    assert same(treated.model, model)
+    assert [step.verb for step in treated.kept] == ["even_out_"]
+    assert "restored in part" in treated.kept[0].cannot
+    assert treated.model[0].weight[0, 0] == 0
+    assert torch.isnan(model[0].weight[0, 0])
 
 
 def test_a_change_that_makes_the_score_worse_is_undone() -> None:
@@ -242,7 +247,8 @@ def test_a_change_that_makes_the_score_worse_is_undone() -> None:
     model, data = network(), task()
     shifted = replace(data, train=Split(data.train.inputs + 20, data.train.targets))
     treated = gonio.doctor(model, task=shifted)
-    assert [(step.verb, step.verdict) for step in treated.steps] == [("calibrate_", "undone")]
+    assert not treated.kept
+    assert (treated.steps[0].verb, treated.steps[0].verdict) == ("calibrate_", "undone")
     assert "accuracy on held-out blobs: -" in treated.steps[0].proof
     assert same(treated.model, model)
 
@@ -254,7 +260,8 @@ def test_a_change_that_leaves_the_finding_is_undone() -> None:
     with torch.no_grad():
         model[2].weight[0] *= 1000
     treated = gonio.doctor(model)
-    assert [(step.verdict, step.proof) for step in treated.steps] == [("undone", "the findings remain after it")]
+    (step,) = [step for step in treated.steps if step.verdict != "not applied"]
+    assert (step.verb, step.verdict, step.proof) == ("balance_", "undone", "the findings remain after it")
     assert same(treated.model, model)
 
 
@@ -287,3 +294,49 @@ def test_shown_and_written(tmp_path: Path) -> None:
     assert text.startswith("<!DOCTYPE html>")
     assert "largest deviation" in text
     assert repr(treated) == "<Treatment of Sequential: 1 of 1 steps kept>"
+
+
+def test_the_proof_is_an_ordinary_study(tmp_path: Path) -> None:
+    model, data = network(), task()
+    model[1].running_mean.fill_(50.0)
+    treated = gonio.doctor(model, task=data)
+    (step,) = treated.kept
+    assert step.results is not None
+    studies = treated.studies(tmp_path)
+    opened = gonio.lab.Study.open(tmp_path / "0-calibrate")
+    assert opened.path == studies[0].path
+    assert not opened.missing()
+    results = opened.results()
+    assert results.effects[0].verdict == "helps"
+    assert results.effects[0].differences == step.results.effects[0].differences
+    assert "a block of validation examples" in gonio.lab.showing.html(results)
+    assert "helps: +" in gonio.lab.showing.to_markdown(results)
+
+
+def test_what_the_statistics_know_comes_before_guesses_and_training() -> None:
+    healthy, data = network(), task()
+    damaged = copy.deepcopy(healthy)
+    with torch.no_grad():
+        damaged[0].weight[3] *= 1000
+    treated = gonio.doctor(damaged, task=data)
+    assert [step.verb for step in treated.kept] == ["match_statistics_"]
+    assert torch.allclose(treated.model[0].weight, healthy[0].weight, rtol=1e-2, atol=1e-3)
+    assert treated.recipe["steps"][0]["options"] == {"where": ["0"]}
+
+
+def test_a_lost_layer_is_trained_anew_with_a_proof_and_undone() -> None:
+    healthy, data = network(), task()
+    damaged = copy.deepcopy(healthy)
+    with torch.no_grad():
+        damaged[3].weight.zero_()
+    before = copy.deepcopy(damaged)
+    assert not gonio.doctor(damaged, batch=data.train.inputs).kept
+    treated = gonio.doctor(damaged, task=data)
+    (step,) = treated.kept
+    assert (step.verb, step.options["where"], step.proved) == ("retrain_", ["3"], True)
+    assert step.proof.startswith("improved")
+    assert "learnt" in step.cannot
+    assert gonio.lab.accuracy(treated.model(data.test.inputs), data.test.targets) > 90
+    assert same(damaged, before)
+    treated.undo_()
+    assert same(treated.model, before)

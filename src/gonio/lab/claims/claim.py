@@ -303,14 +303,24 @@ def load_claim(source: str | Path) -> Claim:
         >>> claim.seed, claim.direction, claim.full.sides
         ('000', 'smaller', ('plain', 'self-orthogonality'))
     """
-    path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
-        path = _CATALOG / f"{source}.yaml"
-        shipped = _shipped() if str(source) not in claim_names() else {}
-        if str(source) in shipped:
-            path = shipped[str(source)]
-        elif str(source) not in claim_names():
-            raise UnknownNameError("claim", str(source), [*claim_names(), *shipped])
+    if Path(source).suffix in (".yaml", ".yml"):
+        return _load(Path(source))
+    name = str(source)
+    if name in claim_names():
+        return _of_catalog(name)
+    shipped = _shipped()
+    if name not in shipped:
+        raise UnknownNameError("claim", name, [*claim_names(), *shipped])
+    return _load(shipped[name])
+
+
+@cache
+def _of_catalog(name: str) -> Claim:
+    """Read once: reading and checking the whole catalogue takes seconds."""
+    return _load(_CATALOG / f"{name}.yaml")
+
+
+def _load(path: Path) -> Claim:
     claim = read_claim(parse(read(path), origin=path.name).data, origin=path.name)
     if path.parent == _CATALOG and not claim.claim_zh:
         needs = f"{path.name} is a claim of the catalogue and must have a Chinese sentence"

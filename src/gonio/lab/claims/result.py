@@ -15,6 +15,7 @@ from gonio.lab.plan import Measure, counted
 from gonio.lab.running.measures import spec_of
 from gonio.messages import Message, joined, say
 
+SCHEMA = "gonio.claims/1"
 # What the verdicts of the engine are called in a scope; in the field they keep their names.
 _SEEN = {"reproduced": "seen", "contradicted": "opposite seen", "no useful effect": "not seen"}
 WORDS: Mapping[str, Mapping[str, str]] = {
@@ -202,7 +203,7 @@ def as_data(found: ClaimResults) -> dict[str, Any]:
     for one in found.results:
         content = one.claim.model_dump(mode="json", exclude_defaults=True)
         claims.append({"verdict": one.verdict, **asdict(replace(one, claim=None)), "claim": content})  # type: ignore[arg-type]
-    return {"command": found.command, "versions": dict(found.versions), "claims": claims}
+    return {"schema": SCHEMA, "command": found.command, "versions": dict(found.versions), "claims": claims}
 
 
 def from_data(data: Mapping[str, Any]) -> ClaimResults:

@@ -48,27 +48,25 @@ def paired_t(differences: Sequence[float]) -> tuple[float, float, float] | None:
     return mean, mean - half, mean + half
 
 
-def compared(differences: Sequence[float], margin: float) -> tuple[str, float, float, float] | None:
-    """What the 95 % interval of paired differences, better above 0, says; with the mean and the interval.
+def placed(low: float, high: float, margin: float) -> str:
+    """What the 95 % interval of a mean difference, better above 0, says about harm.
 
     First non-inferiority, then improvement, from one interval and so without a correction [1]: `improved` if it lies
-    above 0, `not inferior` if it lies above −`margin`, `inferior` if it lies below −`margin`, else `undecided`. None
-    for fewer than 2 differences.
+    above 0, `not inferior` if it lies above −`margin`, `inferior` if it lies below −`margin`, else `undecided`.
 
     Example:
-        >>> from gonio.lab.judging.statistics import compared
-        >>> [compared(d, 1.0)[0] for d in ([2.0, 2.2, 2.1], [0.1, -0.2, 0.0], [-5.0, -4.9, -5.1], [-9.0, 0.0, 9.0])]
+        >>> from gonio.lab.judging.statistics import placed
+        >>> [placed(low, high, 1.0) for low, high in ((1.8, 2.4), (-0.5, 0.4), (-5.2, -4.8), (-22.0, 22.0))]
         ['improved', 'not inferior', 'inferior', 'undecided']
 
     References:
         [1] G. Piaggio et al., "Reporting of noninferiority and equivalence randomized trials", JAMA 308, 2012.
     """
-    seen = paired_t(differences)
-    if seen is None:
-        return None
-    _, low, high = seen
-    verdict = "improved" if low > 0 else "not inferior" if low >= -margin else "inferior" if high < -margin else ""
-    return verdict or "undecided", *seen
+    if low > 0:
+        return "improved"
+    if low >= -margin:
+        return "not inferior"
+    return "inferior" if high < -margin else "undecided"
 
 
 def half_width(differences: Array) -> Array:

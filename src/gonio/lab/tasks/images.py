@@ -27,8 +27,8 @@ from gonio.errors import (
 )
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, stratified
-from gonio.models.by_name import unusable
 from gonio.seeding import generator
+from gonio.surgery.configured import unusable
 
 _SHARES = (0.6, 0.8)  # of each class, for data without splits: up to here train, validation
 _HELD_BACK = 0.15  # of the training images, for data with a test split alone

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from itertools import islice
 from typing import Any
 
-import torch
 from torch import nn
 
 from gonio.editing.edit import Edited
 from gonio.errors import GonioError, InvalidArgumentError
-from gonio.lab.judging.statistics import compared
-from gonio.lab.running.robustness import device_of
+from gonio.lab.judging.results import Results
 from gonio.lab.tasks import resolve
 from gonio.lab.tasks.task import Task
+from gonio.lab.treating.proof import held_out, same_function, scores, study_of
+from gonio.lab.treating.retrain import retrain_
+from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
 from gonio.lab.treating.treatment import Step, Treatment
 from gonio.measuring import Finding, Measurements, measure
-from gonio.measuring.findings.prescriptions import Prescription, prescriptions
-from gonio.measuring.findings.rules import stale, trained_without_statistics, worst_first
-from gonio.surgery import balance_, calibrate_, equivalent, recycle_, shrink_intruders_
-from gonio.surgery.calibrate import can_act
+from gonio.measuring.findings.prescriptions import Remedy, prescriptions
+from gonio.measuring.findings.rules import worst_first
+from gonio.surgery import (
+    balance_,
+    calibrate_,
+    even_out,
+    even_out_,
+    match_statistics_,
+    recycle,
+    recycle_,
+    shrink_intruders_,
+)
 
-SAME = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative deviations that count as the same function
-_OTHERWISE = 5e-2  # of dtypes with less precision
 _BATCH = 64  # training inputs that are measured and run at a time
-_ORDER = ("calibrate_", "recycle_", "shrink_intruders_", "balance_")  # statistics before weights, scales last
-_BLOCK = 16  # held-out examples whose score is one of the pairs
+_MEASURED = 64  # batches that tell the scale of a layer
+_RETRAINED = 4  # layers at most
+# What the model still knows comes first, then guesses; then new training of layers that findings name, as long as the
+# statistics behind them are the old ones, and of others after new statistics. Verbs that keep the function come last,
+# because they would hide where a damage is.
+_ORDER = (
+    "match_statistics_", "even_out_", "retrain_ named", "calibrate_", "shrink_intruders_", "retrain_", "balance_",
+    "recycle_",
+)  # fmt: skip
+_HIDING = ("calibrate_", "even_out_")  # new statistics and guesses end findings that are not wholly repaired
+_PLACES = {verb: place for place, verb in enumerate(_ORDER)}
 
 
 def doctor(
@@ -37,16 +53,21 @@ def doctor(
     """Treat the findings of a model on a copy, and keep what is proved to help and to do no harm.
 
     The model is measured. For each finding whose rule has a prescription (`gonio.measuring.explain(code)` shows it),
-    the verb is applied to a copy of the model, which is measured again. The change is kept if
+    its verbs are applied to a copy of the model, one after the other, each only if the finding is still there; the copy
+    is measured again. A change is kept if no warning or error is new, and if it is proved:
 
-    1. fewer of the treated findings remain, and no warning or error is new; and
-    2. it is proved. Verbs that promise the same function (`balance_`, `recycle_`) are proved by equal outputs on an
-       example; others (`calibrate_`, `shrink_intruders_`) by the task. First non-inferiority: the 95 % interval of the
-       mean difference of the metric, over pairs of scores of blocks of 16 validation examples, lies above
-       −`task.sesoi`, or the scores were not finite before. Then improvement, which is stated and not required: it lies
-       above 0. The test split is not used.
+    1. Verbs that promise the same function (`balance_`, `recycle_`) are proved by equal outputs on an example, and at
+       least one of the treated findings must be gone.
+    2. Others by the task: a study (:class:`gonio.lab.Results`, the step's `results`) compares the treated model with
+       the untreated one in pairs of scores of up to 20 blocks of validation examples. First non-inferiority: the 95 %
+       interval of the mean difference of the metric lies above −`task.sesoi`. Then improvement: it lies above 0.
+       Guesses (`even_out_`) and new training (`retrain_`) are kept only if they improve the score. The test split is
+       not used.
 
-    Running statistics are first measured anew in the layers alone that the findings name, then in all.
+    What the model still knows is tried first (`match_statistics_`), then guesses, then statistics, then `retrain_` of
+    one named layer after the other on the task's training data, which is also tried where guesses or new statistics
+    have ended a finding, because they can hide a damage; verbs that keep the function come last. Running statistics are
+    first measured anew in the layers alone that the findings name, then in all.
     Everything else is undone, with the reason. The given model is not changed.
 
     Args:
@@ -79,20 +100,12 @@ def doctor(
         if data is not None or batch is not None or base is not None:
             asked = "doctor() runs a model on a task or a batch, and compares it with a base"
             raise InvalidArgumentError(asked, type(source).__name__, "Pass the model.")
-        found = measure(source)
-        return _reported(found)
-    model = copy.deepcopy(source)
-    inputs = _Inputs(data, batch, base)
-    before = found = inputs.measured(model)
-    steps: list[Step] = []
-    edits: list[Edited] = []
-    for otherwise in (False, True):
-        for prescription, treats in _prescribed(found, model, otherwise=otherwise)[0]:
-            step, edit, found = _tried(model, prescription, treats, found, inputs, apply_unproven)
-            steps.append(step)
-            edits += [edit] if edit is not None else []
-    untreated = _prescribed(found, model)[1]  # what only followed from a treated finding is gone
-    return Treatment(before.source, before, found, tuple(steps), untreated, model, tuple(edits))
+        return _reported(measure(source))
+    case = _Case(copy.deepcopy(source), _Inputs(data, batch, base), apply_unproven)
+    for verb in _ORDER:
+        for remedy, treats in case.planned(verb):
+            case.treat(remedy, treats)
+    return case.result()
 
 
 @dataclass(frozen=True)
@@ -123,112 +136,163 @@ class _Inputs:
         for inputs, _ in self.task.train.in_order(_BATCH):
             yield self.task.outputs(lambda x: x, inputs)
 
-    @torch.no_grad()
-    def scores(self, model: nn.Module) -> list[float]:
-        """The task's metric on blocks of validation examples; NaN where an output is not finite."""
-        if self.task is None:
-            return []
-        made, twin = [], copy.deepcopy(model).eval()
-        device = device_of(twin)
-        for inputs, targets in self.task.validation.in_order(_BLOCK):
-            outputs = self.task.outputs(twin, inputs.to(device)).cpu()
-            finite = bool(torch.isfinite(outputs).all())
-            made.append(float(self.task.metric.function(outputs, targets)) if finite else float("nan"))
-        return made
+
+Planned = list[tuple[Remedy, list[Finding]]]
+_Key = tuple[str, str]
 
 
-Planned = list[tuple[Prescription, list[Finding]]]
+def _key(finding: Finding) -> _Key:
+    return finding.code, finding.path
 
 
-def _prescribed(
-    found: Measurements, model: nn.Module | None, *, otherwise: bool = False
-) -> tuple[Planned, tuple[tuple[Finding, str], ...]]:
-    """Findings by treatment, in the order of treatments; and the findings without one, with the reason."""
-    treated: dict[tuple[str, str], tuple[Prescription, list[Finding]]] = {}
-    untreated: list[tuple[Finding, str]] = []
-    statistics = _statistics(model)
+def _keys(findings: Iterable[Finding]) -> set[_Key]:
+    return set(map(_key, findings))
+
+
+class _Case:
+    """One model under treatment: its copy, what is found in it now, and the steps so far."""
+
+    def __init__(self, model: nn.Module, inputs: _Inputs, apply_unproven: bool) -> None:
+        self.model, self.inputs, self.apply_unproven = model, inputs, apply_unproven
+        self.before = self.found = inputs.measured(model)
+        self.steps: list[tuple[Step, list[Finding]]] = []
+        self.edits: list[Edited] = []
+        self._scores: list[float | None] = []
+        self._retrained: set[tuple[str, int]] = set()  # layers, with the number of edits before
+
+    def planned(self, verb: str) -> Planned:
+        """The remedies with this verb, each with the findings that it treats."""
+        treated: dict[str, tuple[Remedy, list[Finding]]] = {}
+        verb, _, named = verb.partition(" ")
+        considered = list(self.found.findings)
+        if verb == "retrain_" and self.inputs.task is not None:
+            hidden = [
+                f for step, treats in self.steps if step.verdict == "kept" and step.verb in _HIDING for f in treats
+            ]
+            gone = [f for f in hidden if _key(f) not in _keys(considered)]
+            considered = [f for f in [*considered, *gone] if bool(f.path) == bool(named)]
+        for finding in considered:
+            for remedy in prescriptions()[finding.code].remedies:
+                if remedy.verb == verb and not _why_not(remedy, finding, self.model):
+                    treated.setdefault(str(remedy), (remedy, []))[1].append(finding)
+        return list(treated.values())
+
+    def treat(self, remedy: Remedy, treats: list[Finding]) -> None:
+        """Try one remedy, in one scope after the other: the first that is proved is kept, of `retrain_` each."""
+        if remedy.verb == "retrain_":
+            gone = [finding for finding in treats if _key(finding) not in _keys(self.found.findings)]
+            paths = suspects(treats, self.found, self.model) + suspects(gone, self.before, self.model)
+            for path in list(dict.fromkeys(paths))[:_RETRAINED]:
+                if (path, len(self.edits)) in self._retrained:  # since then nothing has changed
+                    continue
+                self._retrained.add((path, len(self.edits)))
+                self.steps.append((self._tried(remedy, treats, {"where": [path]}), treats))
+            return
+        tried: Step | None = None
+        for paths in _scopes(remedy, treats, self.found, self.model):
+            tried = self._tried(remedy, treats, {"where": paths} if paths else {})
+            if tried.verdict == "kept":
+                break
+        if tried is not None:
+            self.steps.append((tried, treats))
+
+    def _tried(self, remedy: Remedy, treats: list[Finding], scope: Mapping[str, Any]) -> Step:
+        """One attempt; what is not proved is undone."""
+        options: dict[str, Any] = {**remedy.options, **scope}
+        step = Step(remedy.verb, options, _codes(treats), "not applied", "", cannot=remedy.cannot)
+        exact = remedy.proof == "same function"
+        if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
+            return replace(step, proof="not provable without data: pass a task, or a batch with apply_unproven")
+        untreated = copy.deepcopy(self.model) if exact else None
+        if self.inputs.task is not None and not self._scores:
+            self._scores = scores(self.model, self.inputs.task)
+        try:
+            edit = _VERBS[remedy.verb](self.model, self.inputs, options)
+        except GonioError as error:
+            return replace(step, proof=f"refused: {error}")
+        if not edit.changes:
+            return replace(step, proof="it finds nothing to change")
+        after = self.inputs.measured(self.model)
+        harm = _no_help(self.found, after, treats, better=remedy.proof == "better held-out score")
+        now: list[float | None] = []
+        results: Results | None = None
+        if not exact and self.inputs.task is not None:
+            now = scores(self.model, self.inputs.task)
+            done = {"verb": remedy.verb, "options": options}
+            results = study_of(self.inputs.task, self.before.source, done, self._scores, now)
+        if harm:
+            proved, proof = None, harm
+        elif untreated is not None:
+            proved, proof = same_function(untreated, self.model, self.inputs.example)
+        elif results is not None:
+            proved, proof = held_out(results, better=remedy.proof == "better held-out score")
+        else:
+            proved, proof = None, "not proved: there was no task; kept because it was asked for"
+        step = replace(step, proof=proof, results=results)
+        if not (proved or (proved is None and not harm and self.apply_unproven)):
+            edit.undo_()
+            return replace(step, verdict="undone")
+        self.found, self._scores = after, now  # of a verb that keeps the function, scores are made anew if needed
+        self.edits.append(edit)
+        return replace(step, verdict="kept", proved=bool(proved))
+
+    def result(self) -> Treatment:
+        """The outcome, without the steps that were not applied to findings that another one has treated."""
+        left = _keys(self.found.findings)
+        steps = [step for step, treats in self.steps if step.verdict != "not applied" or left & _keys(treats)]
+        untreated = _untreated(self.found, self.model)
+        return Treatment(
+            self.before.source, self.before, self.found, tuple(steps), untreated, self.model, tuple(self.edits)
+        )
+
+
+def _why_not(remedy: Remedy, finding: Finding, model: nn.Module | None) -> str:
+    """Why a remedy is not for this finding; empty if it is."""
+    if remedy.of == "buffers":
+        return "" if finding.path in statistics_of(model) else remedy.cannot
+    buffers = set() if model is None else {name for name, _ in model.named_buffers()}
+    return remedy.cannot if finding.path in buffers else ""
+
+
+def _untreated(found: Measurements, model: nn.Module | None) -> tuple[tuple[Finding, str], ...]:
+    """The findings that have no treatment, with the reason."""
+    left: list[tuple[Finding, str]] = []
     for finding in found.findings:
         prescription = prescriptions()[finding.code]
-        if prescription.none:
-            untreated.append((finding, prescription.none))
-            continue
-        if prescription.buffers and finding.path not in statistics:
-            untreated.append((finding, prescription.cannot))
-            continue
-        chosen = prescription.otherwise if otherwise else prescription
-        if chosen is not None:
-            treated.setdefault((chosen.verb, str(chosen.options)), (chosen, []))[1].append(finding)
-    return sorted(treated.values(), key=lambda each: _ORDER.index(each[0].verb)), tuple(untreated)
-
-
-def _statistics(model: nn.Module | None) -> set[str]:
-    """The paths of the running statistics that `calibrate_` measures."""
-    layers = [] if model is None else [(path, m) for path, m in model.named_modules() if can_act(m) is None]
-    return {f"{path}.{name}".removeprefix(".") for path, _ in layers for name in ("running_mean", "running_var")}
+        whys = [_why_not(remedy, finding, model) for remedy in prescription.remedies]
+        if prescription.none or all(whys):
+            left.append((finding, prescription.none or whys[0]))
+    return tuple(left)
 
 
 def _reported(found: Measurements) -> Treatment:
     """The treatments of a source without modules, none of which can be applied."""
-    plan, untreated = _prescribed(found, None)
     why = "it takes the model's modules: pass the model of the checkpoint (on the command line --model)"
-    steps = [Step(p.verb, dict(p.options), _codes(treats), "not applied", why, cannot=p.cannot) for p, treats in plan]
-    return Treatment(found.source, found, found, tuple(steps), untreated)
+    named: dict[str, tuple[Remedy, list[Finding]]] = {}
+    for finding in found.findings:
+        for remedy in prescriptions()[finding.code].remedies:
+            named.setdefault(str(remedy), (remedy, []))[1].append(finding)
+    ordered = sorted(named.values(), key=lambda each: _PLACES[each[0].verb])
+    steps = [
+        Step(r.verb, dict(r.options), _codes(treats), "not applied", why, cannot=r.cannot) for r, treats in ordered
+    ]
+    none = tuple((f, prescriptions()[f.code].none) for f in found.findings if prescriptions()[f.code].none)
+    return Treatment(found.source, found, found, tuple(steps), none)
 
 
 def _codes(findings: list[Finding]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(finding.code for finding in findings))
 
 
-def _tried(
-    model: nn.Module, prescription: Prescription, treats: list[Finding], before: Measurements, inputs: _Inputs,
-    apply_unproven: bool,
-) -> tuple[Step, Edited | None, Measurements]:  # fmt: skip
-    """One treatment: the step, its edit if it was kept, and the measurements that hold then."""
-
-    def step(verdict: str, proof: str, proved: bool = False) -> Step:
-        return Step(prescription.verb, options, _codes(treats), verdict, proof, proved, prescription.cannot)
-
-    options: dict[str, Any] = dict(prescription.options)
-    exact = prescription.proof == "same function"
-    if not exact and inputs.task is None and not (apply_unproven and inputs.batch is not None):
-        why = "not provable without data: pass a task, or a batch with apply_unproven"
-        return step("not applied", why), None, before
-    untreated, scores = copy.deepcopy(model), [] if exact else inputs.scores(model)
-    tried = step("not applied", "")
-    for paths in _scopes(prescription, treats, before, model):
-        options = dict(prescription.options) | ({"where": paths} if paths else {})
-        try:
-            edit = _VERBS[prescription.verb](model, inputs, options)
-        except GonioError as error:
-            tried = step("not applied", f"refused: {error}")
-            continue
-        after = inputs.measured(model)
-        harm = _no_help(before, after, treats)
-        proved, proof = (None, harm) if harm else _same(untreated, model, inputs) if exact else _held_out(
-            scores, inputs.scores(model), inputs.task
-        )  # fmt: skip
-        if proved or (proved is None and not harm and apply_unproven):
-            return step("kept", proof, bool(proved)), edit, after
-        edit.undo_()
-        tried = step("undone", proof)
-    return tried, None, before
-
-
-def _scopes(
-    prescription: Prescription, treats: list[Finding], found: Measurements, model: nn.Module
-) -> list[list[str]]:
+def _scopes(remedy: Remedy, treats: list[Finding], found: Measurements, model: nn.Module) -> list[list[str]]:
     """The layers on which a verb is tried, one list after the other; an empty list for all of them."""
-    if prescription.verb == "balance_":
+    if remedy.verb == "balance_":
         return [[]]
-    if prescription.verb != "calibrate_":
-        return [list(dict.fromkeys(finding.path for finding in treats))]
-    layers = [path for path, module in model.named_modules() if can_act(module) is None]
-    named = {finding.path.rpartition(".")[0] for finding in treats if finding.path}
-    named |= {path for path in layers if trained_without_statistics(model.get_submodule(path))}
-    gaps = [signal for signal in found.signals if signal.path in layers and stale(signal)]
-    first = {gaps[0].path} if gaps else set()  # what follows may be a consequence
-    chosen = [path for path in layers if path in named | first]
-    return [*([chosen] if chosen and len(chosen) < len(layers) else []), []]
+    if remedy.verb == "calibrate_":
+        return calibrated_layers(treats, found, model)
+    able = _CAN_ACT.get(remedy.verb)
+    paths = [path for path in suspects(treats, found, model) if able is None or able(model.get_submodule(path)) is None]
+    return [paths] if paths else []
 
 
 def _where(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,51 +301,33 @@ def _where(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options) | ({"where": lambda path, _: path in paths} if paths else {})
 
 
+def _retrained(model: nn.Module, inputs: _Inputs, options: dict[str, Any]) -> Edited:
+    if inputs.task is None:
+        do = "Pass a task."
+        raise InvalidArgumentError("retrain_ trains on the training data of a task", "a batch", do)
+    return retrain_(model, inputs.task, **_where(options))
+
+
+_CAN_ACT = {"even_out_": even_out.can_act, "match_statistics_": recycle.can_act, "recycle_": recycle.can_act}
 _VERBS: dict[str, Callable[[nn.Module, _Inputs, dict[str, Any]], Edited]] = {
     "balance_": lambda model, inputs, options: balance_(model, example=inputs.example, **options),
     "calibrate_": lambda model, inputs, options: calibrate_(model, inputs.training(), **_where(options)),
+    "even_out_": lambda model, inputs, options: even_out_(model, **_where(options)),
+    "match_statistics_": lambda model, inputs, options: match_statistics_(
+        model, islice(inputs.training(), _MEASURED), **_where(options)
+    ),
     "recycle_": lambda model, inputs, options: recycle_(model, example=inputs.example, **_where(options)),
+    "retrain_": _retrained,
     "shrink_intruders_": lambda model, inputs, options: shrink_intruders_(model, inputs.base, **_where(options)),
 }
 
 
-def _no_help(before: Measurements, after: Measurements, treats: list[Finding]) -> str:
-    """Why a change did not help; empty if it did."""
-    left = {(finding.code, finding.path) for finding in after.findings}
-    known = {(finding.code, finding.path) for finding in before.findings}
-    new = sorted({f.code for f in after.findings if f.level != "info" and (f.code, f.path) not in known})
+def _no_help(before: Measurements, after: Measurements, treats: list[Finding], *, better: bool) -> str:
+    """Why a change did not help; empty if it did. A better score is help enough."""
+    left, known = _keys(after.findings), _keys(before.findings)
+    new = sorted({f.code for f in after.findings if f.level != "info" and _key(f) not in known})
     if new:
         return f"it causes other findings: {', '.join(new)}"
-    if all((finding.code, finding.path) in left for finding in treats):
+    if not better and _keys(treats) <= left:
         return "the findings remain after it"
     return ""
-
-
-def _same(before: nn.Module, after: nn.Module, inputs: _Inputs) -> tuple[bool | None, str]:
-    """Whether two models compute the same function on an example; None if none can be made."""
-    try:
-        moved = equivalent(before, after, example=inputs.example)
-    except GonioError as error:
-        return None, f"the outputs could not be compared: {error}"
-    dtypes = [p.dtype for p in after.parameters() if p.is_floating_point()]
-    allowed = max((SAME.get(dtype, _OTHERWISE) for dtype in dtypes), default=SAME[torch.float32])
-    return moved.relative <= allowed, f"outputs before and after: {moved}"
-
-
-def _held_out(before: list[float], after: list[float], task: Task | None) -> tuple[bool | None, str]:
-    """Whether the held-out score is not worse by the task's smallest effect of interest; None without a task."""
-    if task is None:
-        return None, "not proved: there was no task; kept because it was asked for"
-    if not all(map(isfinite, after)):
-        return False, f"outputs on {task.name} are not finite after it"
-    if not all(map(isfinite, before)):
-        return True, f"outputs on {task.name} were not finite before, and are after it"
-    sign = 1 if task.metric.direction == "max" else -1
-    seen = compared([sign * (b - a) for a, b in zip(before, after, strict=True)], task.sesoi)
-    if seen is None:
-        return None, f"{task.name} has too few validation examples for a proof"
-    verdict, mean, low, high = seen
-    unit = f" {task.metric.unit}".rstrip()
-    interval = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]{unit}"
-    proof = f"{verdict}: {task.metric.name} on held-out {task.name}: {interval}, margin {task.sesoi:g}"
-    return verdict in ("improved", "not inferior"), proof

@@ -12,6 +12,8 @@ from torch import nn
 
 from gonio.editing.edit import Edited
 from gonio.escaping import html_table, plain, write_text
+from gonio.lab.judging.results import Results
+from gonio.lab.running.study import Study
 from gonio.measuring import Finding, Measurements
 from gonio.pages import render
 
@@ -29,6 +31,7 @@ class Step:
         proof: what proved it, or why it was not kept.
         proved: whether a proof was found; False for a step that was kept because `apply_unproven` asked for it.
         cannot: what such a treatment does not repair.
+        results: the study of the treated model beside the untreated one; None for a proof by equal outputs.
     """
 
     verb: str
@@ -38,6 +41,13 @@ class Step:
     proof: str
     proved: bool = False
     cannot: str = ""
+    results: Results | None = field(default=None, compare=False, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the study's runs as JSON-able data."""
+        content = {name: value for name, value in vars(self).items() if name != "results"}
+        effect = None if self.results is None else asdict(self.results.effects[0])
+        return content | {"codes": list(self.codes), "options": dict(self.options), "effect": effect}
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
@@ -103,10 +113,27 @@ class Treatment:
             "summary": self.summary,
             "before": [asdict(finding) for finding in self.before.findings],
             "after": [asdict(finding) for finding in self.after.findings],
-            "steps": [asdict(step) | {"codes": list(step.codes), "options": dict(step.options)} for step in self.steps],
+            "steps": [step.to_dict() for step in self.steps],
             "untreated": [{"code": finding.code, "path": finding.path, "why": why} for finding, why in self.untreated],
             "recipe": self.recipe,
         }
+
+    def studies(self, folder: str | os.PathLike[str]) -> list[Study]:
+        """Write the study of each step that was compared as a folder of its own, as `gonio report` reads it.
+
+        Raises:
+            PlanChangedError: a folder holds another study.
+        """
+        made = []
+        for number, step in enumerate(self.steps):
+            if step.results is None:
+                continue
+            study = Study.create(Path(folder) / f"{number}-{step.verb.rstrip('_')}", step.results.plan)
+            entries = {entry.name: entry for entry in step.results.plan.recipes}
+            for run in step.results.runs:
+                study.add(entries[run.recipe], run, step.results.plan.versions)
+            made.append(study)
+        return made
 
     def page(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained page: before, after, proof."""

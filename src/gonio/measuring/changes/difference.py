@@ -11,16 +11,18 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table as RichTable
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 
-from gonio.escaping import markdown_cell, plain
+from gonio.escaping import markdown_cell, plain, shorten
 from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.exports import counted, json_data
+from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.journal import Journal
@@ -30,8 +32,9 @@ from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
 from gonio.messages import Message, joined, local, say
-from gonio.pages.tables import number
+from gonio.pages.tables import bare_table, number
 
+_HEADS = 8  # that a terminal shows
 _BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")  # up to the first number: `model.layers.3`
 
 
@@ -124,6 +127,7 @@ class Differences(Table[TensorDifference]):
         tensors: one :class:`TensorDifference` each, in the order of `before`, then those only in `after`.
         findings: what is unusual in the change, with advice.
         notes: how the sources were read, and their names matched.
+        heads: how far each attention head moved, if one of the sources is a model, in the order of execution.
 
     Example:
         >>> found = gonio.measuring.difference({"a.weight": torch.eye(4)}, {"a.weight": 2 * torch.eye(4)})
@@ -138,6 +142,7 @@ class Differences(Table[TensorDifference]):
     tensors: tuple[TensorDifference, ...]
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    heads: tuple[HeadChange, ...] = ()
 
     @property
     def moved(self) -> tuple[TensorDifference, ...]:
@@ -256,7 +261,22 @@ class Differences(Table[TensorDifference]):
                 yield Text(local(said), style="dim")
             yield tensor_table("tensor", shown, COLUMNS, KEPT, options.max_width, flagged=flagged)
             yield Text("")
+        if any(head.relative for head in self.heads):
+            yield _head_table(self.heads)
+            yield Text("")
         yield Text(local(self.coverage), style="dim")
+
+
+def _head_table(heads: Sequence[HeadChange]) -> RichTable:
+    """The heads that moved most."""
+    changed = sorted((head for head in heads if head.relative), key=lambda head: -(head.relative or 0.0))
+    said = say("{n} of {heads} changed, most", n=len(changed), heads=counted(len(heads), "head"))
+    table = bare_table(local(said), [local("head"), local("change"), *ROLES])
+    for head in changed[:_HEADS]:
+        figures_ = (head.relative, *(getattr(head, role) for role in ROLES))
+        cells = ("–" if each is None else number(each) for each in figures_)
+        table.add_row(Text(shorten(head.path or local("the model"))), str(head.head), *cells)
+    return table
 
 
 def difference(
@@ -310,7 +330,28 @@ def difference(
     spread.check((before, after))
     with spread.journal_of(TensorDifference, (before, after)) as kept:
         (model,), rows = compared(before, [after], _row_alone, spread, progress, kept)
-    return assembled(name_of(before), model, rows)
+    return replace(assembled(name_of(before), model, rows), heads=_changed_heads(before, after))
+
+
+def _changed_heads(before: Source, after: Source) -> tuple[HeadChange, ...]:
+    """How far each attention head moved, where one of the sources is a model that shows them."""
+    model = before if isinstance(before, nn.Module) else after
+    found = anatomy_of(model) if isinstance(model, nn.Module) else None
+    if found is None or not found.attention:
+        return ()
+    held = base_entries(before)
+    made = tuned(held, after).entries
+    own = {name if model is before else entry.name: name for name, entry in made.items()}
+
+    def pair(name: str) -> tuple[Tensor, Tensor] | None:
+        entries = [of.get(own.get(name, "")) for of in (held, made)]
+        values = [entry if entry is None else values_of(entry, "") for entry in entries]
+        a, b = values
+        return (a, b.to(a)) if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape else None
+
+    return head_changes(
+        found, lambda name: (two := pair(name)) and two[0], lambda name: (two := pair(name)) and two[1] - two[0]
+    )
 
 
 def _row_alone(rows: Rows, deltas: Deltas) -> TensorDifference:

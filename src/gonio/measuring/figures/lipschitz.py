@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from gonio.errors import NotApplicableError
 from gonio.geometry import layout_of, nonnegative_norm, operator_norm_bound
 from gonio.geometry.certified import ROUNDING
-from gonio.surgery.facts import SLOPES, TORCH_NORMS, WEIGHTED, computes_as, facts_of, tail_of
+from gonio.surgery.facts import SLOPES, TORCH_NORMS, WEIGHTED, applied_weight, facts_of, tail_of
 from gonio.surgery.graph import Graph, called_function
 
 _SUMS = frozenset(("add", "iadd", "add_", "sub", "isub", "sub_"))
@@ -86,7 +86,7 @@ def quotient(a: float, b: float) -> float:
     return a / b if b > 0 else (inf if a > 0 else 1.0)
 
 
-class Run(fx.Interpreter):
+class Interpreter(fx.Interpreter):
     """Runs a traced graph on the layers of its model, and reads the constants of the trace."""
 
     def __init__(self, graph: Graph) -> None:
@@ -98,7 +98,7 @@ class Run(fx.Interpreter):
         return self.traced.constants[target] if target in self.traced.constants else super().fetch_attr(target)
 
 
-class UpperBounds(Run):
+class UpperBounds(Interpreter):
     """Runs the graph on one input and records the bound of every node that depends on it."""
 
     def __init__(self, graph: Graph) -> None:
@@ -170,7 +170,7 @@ class UpperBounds(Run):
         facts = facts_of(module)
         if facts.why_not_affine is not None and facts.why_not_affine(module) is None:
             return self._affine(node, module) * prod(self._stated(node, act, node) for act in tail_of(module))
-        if _is_plain(module):
+        if applied_weight(module) is not None:
             return self.upper[terms[0]] * self._weighted(node, module)
         if len(_inputs(node)) != 1:
             raise self._refusal(node, "it takes several tensors")
@@ -192,7 +192,8 @@ class UpperBounds(Run):
 
     def _weighted(self, node: fx.Node, layer: Any, scale: Tensor | None = None) -> float:
         """The norm of a linear layer or convolution with its padding, and with its outputs scaled."""
-        layout, weight = layout_of(layer), layer.weight.detach()
+        layout, applied = layout_of(layer), applied_weight(layer)
+        weight: Tensor = (layer.weight if applied is None else applied).detach()
         if scale is not None and layout.transposed:
             scale = scale.view(layout.groups, 1, -1, *[1] * (weight.dim() - 2))
             weight = (weight.unflatten(0, (layout.groups, -1)) * scale).flatten(0, 1)
@@ -213,7 +214,8 @@ class UpperBounds(Run):
         scale = (norm.running_var + norm.eps).rsqrt() * (1.0 if norm.weight is None else norm.weight)
         source = node.all_input_nodes[0]
         layer: Any = self.traced.called(source)
-        if _is_plain(layer) and len(source.users) == 1 and layer.weight.dim() == len(self.shapes[node]):
+        known = applied_weight(layer) is not None and layer.weight.dim() == len(self.shapes[node])
+        if known and len(source.users) == 1:
             self.merged[node] = source
             return self.upper[source.all_input_nodes[0]] * self._weighted(source, layer, scale)
         return self.upper[source] * float(scale.abs().max()) * (1 + ROUNDING)
@@ -224,7 +226,7 @@ class UpperBounds(Run):
         while in_place and factor > 1:
             if sum(not _reads_shape(user) for user in source.users) > 1:
                 raise self._refusal(node, f"it changes its input in place, which is read elsewhere too ({source.name})")
-            fresh = _is_plain(self.traced.called(source)) or self.traced.facts(source).removes_scale
+            fresh = applied_weight(self.traced.called(source)) is not None or self.traced.facts(source).removes_scale
             if fresh or not source.all_input_nodes or called_function(source) in _FRESH:
                 break
             source = source.all_input_nodes[0]
@@ -275,11 +277,6 @@ class UpperBounds(Run):
             found = nonnegative_norm(run, args[0])
             return found if found < inf else None
         return None
-
-
-def _is_plain(layer: nn.Module | None) -> bool:
-    """Whether it is a linear layer or convolution with torch's own forward."""
-    return layer is not None and computes_as(layer, WEIGHTED) and not isinstance(layer, nn.Bilinear)
 
 
 def _why_unbounded(name: str, terms: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,14 +17,15 @@ from gonio.editing.twin import evaluating
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
+from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
-from gonio.surgery.balance import least_scales
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, trace
-from gonio.surgery.scales import ScaleVariable, scale_variables
+from gonio.surgery.movable import Movable, least_scales, movable
+from gonio.surgery.symmetries import Sums, least_factors
 
 LARGEST = 40_000_000  # weights; their squares are held in float64
 SWEEPS = 200
@@ -31,33 +33,83 @@ CONVERGED = 1e-4  # of a log scale: the figure is shown with three digits
 
 
 @dataclass(frozen=True)
+class PairScale:
+    """The part of :class:`MovableScale` that lies in one pair of weights of an attention or MLP block.
+
+    Attributes:
+        path: the module of the block.
+        kind: the pair: "value and output", "query and key" or "up and down".
+        sum, least: of the rows of the first and the columns (of query and key the rows) of the second.
+    """
+
+    path: str
+    kind: str
+    sum: float
+    least: float
+
+    @property
+    def wasted(self) -> float:
+        """The share of the sum that could be saved, between 0 and 1."""
+        return _share(self.least, self.sum)
+
+
+@dataclass(frozen=True)
 class MovableScale:
     r"""Sum of squared weights of the layers between which scale can move, and the least it could be.
 
     In a positively homogeneous part of a network the rows of one weight can be multiplied by a positive number and
-    the columns of the next divided by it without changing the function. The part of :math:`\sum \lVert W \rVert^2`
-    that this would save is *wasted*: weight decay acts on it without effect. :func:`gonio.balance_` removes it.
+    the columns of the next divided by it without changing the function; in transformers so can values and outputs,
+    queries and keys, and both layers of an MLP with a gate or ReLU. The part of :math:`\sum \lVert W \rVert^2` that
+    this would save is *wasted*: weight decay acts on it without effect. :func:`gonio.balance_` removes it.
 
     Attributes:
-        layers: how many layers take part.
+        layers: how many weights take part.
         least: with one scale per neuron or channel (`level="neuron"` of :func:`gonio.balance_`).
         least_by_layer: with one scale per layer (`level="layer"`); never below `least`.
+        pairs: the shares of attention and MLP blocks, which are found by running the model.
+        left: which scale of blocks cannot move, and why.
     """
 
     layers: int
     sum: float
     least: float
     least_by_layer: float
+    pairs: tuple[PairScale, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def wasted(self) -> float:
         """The share of the sum that could be saved, between 0 and 1."""
-        return 1 - self.least / self.sum if self.sum > 0 else 0.0
+        return _share(self.least, self.sum)
 
     @property
     def wasted_by_layer(self) -> float:
         """The share that could be saved with one scale per layer."""
-        return 1 - self.least_by_layer / self.sum if self.sum > 0 else 0.0
+        return _share(self.least_by_layer, self.sum)
+
+    @classmethod
+    def of(cls, found: Movable) -> MovableScale | None:
+        """The sums over the scales that can move; None where none can."""
+        units, layers = (
+            least_scales(found.free, per_channel=each, sweeps=SWEEPS, tolerance=CONVERGED) for each in (True, False)
+        )
+        symmetries, parameters = found.blocks.symmetries, found.blocks.parameters
+        sums: Sums = {}
+        of_units, of_layers = (
+            least_factors(each.symmetries, parameters, sweeps=SWEEPS, tolerance=CONVERGED, sums=sums)
+            for each in (found.blocks, found.blocks.joined())
+        )
+        before = units.before + of_units.before
+        if not 0 < before < float("inf"):
+            return None
+        count = len(units.layers) + len({name for each in symmetries for name in each.weights})
+        least, by_layer = units.after + of_units.after, layers.after + of_layers.after
+        pairs = tuple(PairScale(s.path, s.kind, *each) for s, each in zip(symmetries, of_units.pairs, strict=True))
+        return cls(count, before, least, by_layer, pairs, tuple(found.blocks.reasons()))
+
+
+def _share(least: float, total: float) -> float:
+    return 1 - least / total if total > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +123,7 @@ class Structure:
         constant: layers and norms whose weight is 0 and through which every path to the output leads.
         calls: how often each layer runs in one forward, by its first path.
         mixtures: shares of the statistics in each switchable norm, for the mean and for the variance.
+        heads: of the attention blocks that a run shows.
         notes: why there is no graph.
     """
 
@@ -80,34 +133,49 @@ class Structure:
     constant: tuple[str, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
     mixtures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    heads: tuple[HeadMeasurement, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @torch.no_grad()
-def structure_of(model: nn.Module) -> Structure:
-    """Trace the model once and read its structure; never raises because of the model."""
+def structure_of(model: nn.Module, batch: Any = None) -> Structure:
+    """Read the structure of a model; never raises because of the model.
+
+    It is traced, and run only where there may be blocks of attention: on a generated input, or on the batch where none
+    can be made.
+    """
     model = unwrapped(model)
     mixing = [(site, mixture) for site in sites(model) if (mixture := facts_of(site.module).mixture) is not None]
     mixtures = {site.path: mixture(site.module) for site, mixture in mixing}
     try:
-        found = _refusal(model) or _traced(model)
+        why = _refusal(model)
+        found = Structure(notes=(_not_measured(why),)) if why else _read(model, batch)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
         said = str(error).strip().partition("\n")[0][:200]
-        found = f"reading the model raised {type(error).__name__}: {said}"
-    if isinstance(found, str):
-        return Structure(mixtures=mixtures, notes=(f"Scale between layers was not measured: {found}.",))
+        found = Structure(notes=(_not_measured(f"reading the model raised {type(error).__name__}: {said}"),))
     return replace(found, mixtures=mixtures)
 
 
-def _traced(model: nn.Module) -> Structure | str:
-    """What the graph shows, or why there is none."""
+def _not_measured(why: str) -> str:
+    return f"Scale between layers was not measured: {why}."
+
+
+def _read(model: nn.Module, batch: Any) -> Structure:
+    """What the graph and, where there may be blocks, a run show."""
     with evaluating(model) as twin:  # in train mode torch's spectral_norm takes a step at each read of a weight
-        graph = trace(twin)
-        if graph.reason:
-            return f"the model cannot be traced ({graph.reason})"
-        free = [variable for variable in scale_variables(graph) if variable.free()]
+        graph = trace(twin, training=False)
+        found = movable(graph, trace(twin, training=True), partial(input_of, twin, batch))
+        scale = MovableScale.of(found)
+        notes: tuple[str, ...] = ()
+        if scale is None and found.untraced:
+            why = "".join(f", and {each}" for each in found.blocks.reasons())
+            notes = (_not_measured(f"the model cannot be traced ({found.untraced}){why}"),)
         constant = tuple(dict.fromkeys(path for path, node in _zero_calls(graph) if _on_every_path(node)))
-        return Structure(_movable(free), graph.norm_after, graph.scale_invariant, constant, graph.call_counts)
+        parts = found.blocks.anatomy
+        heads = () if parts is None else heads_in(parts, parameters_of(twin))
+        return Structure(
+            scale, graph.norm_after, graph.scale_invariant, constant, graph.call_counts, heads=heads, notes=notes
+        )
 
 
 def _zero_calls(graph: Graph) -> Iterator[tuple[str, fx.Node]]:
@@ -144,14 +212,6 @@ def _refusal(model: nn.Module) -> str:
         return "some weights have no values"
     total = sum(p.numel() for p in parameters)
     return f"it has {total:,} weights, more than {LARGEST:,}" if total > LARGEST else ""
-
-
-def _movable(free: list[ScaleVariable]) -> MovableScale | None:
-    placed = least_scales(free, per_channel=True, sweeps=SWEEPS, tolerance=CONVERGED)
-    if not free or not 0 < placed.before < float("inf"):
-        return None
-    layers = least_scales(free, per_channel=False, sweeps=SWEEPS, tolerance=CONVERGED)
-    return MovableScale(len(placed.layers), placed.before, placed.after, layers.after)
 
 
 # --- training --------------------------------------------------------------------------------------------------------

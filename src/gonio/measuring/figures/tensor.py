@@ -13,7 +13,15 @@ from torch import Tensor
 
 from gonio.errors import GonioError
 from gonio.escaping import plain
-from gonio.geometry import Layout, chance, conv_spectral_norm_estimate, marchenko_pastur, matrix_view, welch_bound
+from gonio.geometry import (
+    Layout,
+    chance,
+    conv_spectral_norm_estimate,
+    marchenko_pastur,
+    matrix_view,
+    quantization_error,
+    welch_bound,
+)
 from gonio.geometry.blocks import NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
@@ -28,8 +36,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ExtraFigures = Collection[Literal["operator_norm"]]
-EXTRA_FIGURES = ("operator_norm",)  # figures measured on request
+ExtraFigures = Collection[Literal["operator_norm", "quantisation"]]
+EXTRA_FIGURES = ("operator_norm", "quantisation")  # figures measured on request
+_GROUPS = (128, 32)  # entries that share a scale
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 
@@ -41,6 +50,7 @@ class Shown:
     Attributes:
         form: of the figure, or of the figure and its value for random weights; "" for a number of three digits.
         spectral: whether a page shows it in the table of spectra.
+        requested: whether it is measured on request: tables without such a figure have no such column.
     """
 
     title: str
@@ -48,6 +58,7 @@ class Shown:
     width: int = 6
     form: str = ""
     spectral: bool = False
+    requested: bool = False
 
 
 def figure(*shown: Any, tracked: bool = False, **options: Any) -> Any:
@@ -60,6 +71,12 @@ def figure(*shown: Any, tracked: bool = False, **options: Any) -> Any:
         tracked: whether :class:`gonio.Tracker` logs it.
     """
     return field(default=None, metadata={"shown": Shown(*shown, **options) if shown else None, "tracked": tracked})
+
+
+def rounding(title: str, scales: str) -> Any:
+    """The field of an error of rounding, which is measured on request."""
+    what = f"‖Ŵ − W‖/‖W‖ after rounding to integers of {scales}"
+    return figure(title, what, 8, "{:.2%}" if title.startswith("int8") else "{:.1%}", requested=True)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -102,6 +119,10 @@ class TensorMeasurement:
             multiples of semi-orthogonal matrices. `orthogonality_defect_random`: for normal entries.
         operator_norm: of the layer as a linear map: `sigma_max` for linear layers and 1×1 kernels; for other
             convolutions the norm on a periodic grid, measured on request (`extra_figures`).
+        int8_tensor_error, int8_channel_error, int4_tensor_error, int4_channel_error, int4_128_error, int4_32_error: the
+            relative error of rounding to integers of 8 or 4 bits (:func:`gonio.geometry.quantization_error`) with one
+            scale per tensor, per filter, or per 128 or 32 consecutive entries of a filter, of layers without a kernel
+            whose filters can be cut so; measured on request.
         angle_histogram: pairs per degree.
     """
 
@@ -166,6 +187,12 @@ class TensorMeasurement:
     )
     orthogonality_defect_random: float | None = None
     operator_norm: float | None = figure("‖layer‖", "operator norm of the layer", 7, spectral=True)
+    int8_tensor_error: float | None = rounding("int8", "8 bits with one scale per tensor")
+    int8_channel_error: float | None = rounding("int8 ch.", "8 bits with one scale per filter")
+    int4_tensor_error: float | None = rounding("int4", "4 bits with one scale per tensor")
+    int4_channel_error: float | None = rounding("int4 ch.", "4 bits with one scale per filter")
+    int4_128_error: float | None = rounding("int4 128", "4 bits with one scale per 128 entries of a filter")
+    int4_32_error: float | None = rounding("int4 32", "4 bits with one scale per 32 entries of a filter")
     angle_histogram: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
@@ -245,6 +272,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         values["notes"] = (*values["notes"], MAYBE_PADDING)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
     values["notes"] = (*values["notes"], *([said] if said else []))
+    if "quantisation" in extra_figures and "sigma_max" in values:
+        values |= _rounding_errors(matrix_view(tensor, entry.layout), prod(tensor.shape[2:]))
     return _row(entry, **known, status="measured", **values)
 
 
@@ -330,6 +359,14 @@ def _spectrum(found: SpectrumEstimate, shape: torch.Size, frobenius: float) -> d
         "orthogonality_defect": deviation.defect,
         "orthogonality_defect_random": chance.random_orthogonality_defect(n, d),
     }
+
+
+def _rounding_errors(matrices: Tensor, positions: int) -> dict[str, float]:
+    """Those of matrices of finite entries; the kernel has so many positions."""
+    scales: list[tuple[int, Literal["tensor", "channel"]]] = [(b, per) for b in (8, 4) for per in ("tensor", "channel")]
+    found = {f"int{b}_{per}_error": quantization_error(matrices, bits=b, per=per) for b, per in scales}
+    sizes = [size for size in _GROUPS if positions == 1 and matrices.shape[-1] % size == 0]
+    return found | {f"int4_{size}_error": quantization_error(matrices, bits=4, per=size) for size in sizes}
 
 
 def _operator_norm(

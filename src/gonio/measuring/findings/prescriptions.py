@@ -12,30 +12,55 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from gonio.messages import Message, fixed, say
+from gonio.messages import Message, fixed, joined, say
+
+PROOFS = ("same function", "held-out score", "better held-out score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One treatment of a rule's findings.
+
+    Attributes:
+        verb: the name of a verb of :mod:`gonio.surgery`, or `retrain_` of :mod:`gonio.lab`. `options`: its arguments.
+        proof: `same function`, which the verb promises; `held-out score`, which must not be worse; or `better held-out
+            score`, for a guess and for new training.
+        why: the reason that it can help. `changes`: what it changes and costs. `cannot`: what it does not repair.
+        of: `buffers` or `parameters`, if it acts on findings of these only.
+    """
+
+    verb: str
+    proof: str
+    why: str
+    changes: str
+    cannot: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    of: str = ""
+
+    def __str__(self) -> str:
+        return str(self.said)
+
+    @property
+    def said(self) -> Message:
+        """The treatment in sentences."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return say(
+            "{verb}({options}){of}, proved by {proof}. {why} It changes {changes} It does not repair: {cannot}",
+            verb=self.verb,
+            options=options,
+            of=say(" for {what}", what=fixed(self.of)) if self.of else "",
+            proof=fixed(self.proof),
+            why=fixed(self.why),
+            changes=fixed(self.changes),
+            cannot=Message(f"{self.cannot[0].lower()}{self.cannot[1:]}", self.cannot),
+        )
 
 
 @dataclass(frozen=True)
 class Prescription:
-    """The treatment of one rule's findings; either `verb` or `none` is empty.
+    """The treatments of one rule's findings, in the order in which they are tried, or why there is `none`."""
 
-    Attributes:
-        verb: the name of a verb of :mod:`gonio.surgery`. `options`: its arguments.
-        proof: `same function`, which the verb promises, or `held-out score`, which takes a task.
-        why: the reason that it can help. `changes`: what it changes and costs. `cannot`: what it does not repair.
-        buffers: it acts on findings of buffers only.
-        otherwise: what is tried if the finding is still there.
-        none: why there is no treatment.
-    """
-
-    verb: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    proof: str = ""
-    why: str = ""
-    changes: str = ""
-    cannot: str = ""
-    buffers: bool = False
-    otherwise: Prescription | None = None
+    remedies: tuple[Remedy, ...] = ()
     none: str = ""
 
     def __str__(self) -> str:
@@ -46,20 +71,8 @@ class Prescription:
         """The prescription as a sentence."""
         if self.none:
             return say("none. {why}", why=fixed(self.none))
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        cannot = Message(f"{self.cannot[0].lower()}{self.cannot[1:]}", self.cannot)
-        said = say(
-            "{verb}({options}), proved by {proof}. {why} It changes {changes} It does not repair: {cannot}",
-            verb=self.verb,
-            options=options,
-            proof=fixed(self.proof),
-            why=fixed(self.why),
-            changes=fixed(self.changes),
-            cannot=cannot,
-        )
-        if self.otherwise is None:
-            return said
-        return say("{said} If the finding remains: {otherwise}", said=said, otherwise=self.otherwise.said)
+        steps = [say("{n}. {remedy}", n=n, remedy=remedy.said) for n, remedy in enumerate(self.remedies, 1)]
+        return joined(steps, "\n")
 
 
 @cache
@@ -68,24 +81,24 @@ def prescriptions() -> Mapping[str, Prescription]:
     import yaml  # only a treatment or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "prescriptions.yaml").read_text(encoding="utf-8")
-    return {code: _read(fields) for code, fields in yaml.safe_load(content).items()}
-
-
-def _read(fields: Mapping[str, Any]) -> Prescription:
-    then = fields.get("otherwise")
-    return Prescription(**{**fields, "otherwise": None if then is None else _read(then)})
+    entries = yaml.safe_load(content)
+    remedies = {name: Remedy(**fields) for name, fields in entries.pop("remedies").items()}
+    return {
+        code: Prescription(none=given) if isinstance(given, str) else Prescription(tuple(remedies[n] for n in given))
+        for code, given in entries.items()
+    }
 
 
 def success_rate(code: str) -> list[Message]:
     """What became of the damages that were planted and found by a rule (`benchmarks/doctor.py`); empty if none were."""
     text = (resources.files("gonio.measuring.findings") / "treatments.json").read_text(encoding="utf-8")
     seen = json.loads(text).get(code)
-    if seen is None or not prescriptions()[code].verb:
+    if seen is None or not prescriptions()[code].remedies:
         return []
     return [
         say(
             "Measured: of {cases} planted damages with this finding, {near} ended within a point of the healthy "
-            "network's accuracy, and {refused} were refused.",
+            "network's score, and {refused} were refused.",
             cases=seen["cases"],
             near=seen["near"],
             refused=seen["refused"],

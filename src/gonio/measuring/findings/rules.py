@@ -525,21 +525,23 @@ def _constant(facts: ModelFacts) -> str | None:
 
 @rule("G408", ADVICE)
 def _dead_units(facts: ModelFacts) -> str | None:
+    found = [
+        say("{path} ({dead} of {units})", path=s.path or say("the model"), dead=s.dead_units, units=s.units)
+        for s in dead_layers(facts.signals)
+    ]
+    return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
+
+
+def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
+    """The layers most of whose units are 0 on the whole batch."""
     found, before = [], 0.0
-    for signal in facts.signals:
+    for signal in signals:
         share = signal.dead_units / max(1, signal.units)
         many = signal.dead_units >= signal.units / 2 + 2 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
         if many and share != before and signal.branch == "":  # an equal share is that of the layer before
-            found.append(
-                say(
-                    "{value} ({dead_units} of {units})",
-                    value=signal.path or say("the model"),
-                    dead_units=signal.dead_units,
-                    units=signal.units,
-                )
-            )
+            found.append(signal)
         before = share
-    return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
+    return found
 
 
 _FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
@@ -547,17 +549,19 @@ _FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
 
 @rule("G409", ADVICE)
 def _out_of_scale(facts: ModelFacts) -> str | None:
-    found, norms = [], {norm.path for norm in facts.norms}
-    for signal in facts.signals:
-        norm = signal.path in norms  # its input counts as of unit size
-        size = signal.rms if norm else signal.gain if signal.path in facts.weighted else None
-        if size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR)):
-            found.append(f"{signal.path or 'the model'} (× {size:.3g})")
-    return (
-        say("the output is far larger or smaller than the input: {found}", found=listing(found, limit=3))
-        if found
-        else None
-    )
+    norms = {norm.path for norm in facts.norms}
+    sizes = ((s.path, out_of_scale(s, norm=s.path in norms, weighted=s.path in facts.weighted)) for s in facts.signals)
+    found = [f"{path or 'the model'} (× {size:.3g})" for path, size in sizes if size is not None]
+    if not found:
+        return None
+    return say("the output is far larger or smaller than the input: {found}", found=listing(found, limit=3))
+
+
+def out_of_scale(signal: Signal, *, norm: bool, weighted: bool) -> float | None:
+    """The output of a norm, or that of a weighted layer over its input, if it is far from those of healthy networks."""
+    size = signal.rms if norm else signal.gain if weighted else None  # a norm's input counts as of unit size
+    far = size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR))
+    return size if far else None
 
 
 def stale(signal: Signal) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from gonio.measuring.figures.signals import Signal
@@ -71,7 +71,7 @@ def _column(name: str, shown: Shown) -> Column[TensorMeasurement]:
     """The column of a figure as its field declares it."""
     names = (name, f"{name}_random")[: shown.form.count("{")]
     text = _TEXTS.get(name) or (figures(shown.form, *names) if shown.form else None)
-    return C(name, shown.title, shown.explanation, shown.width, text, shown.spectral)
+    return C(name, shown.title, shown.explanation, shown.width, text, shown.spectral, shown.requested)
 
 
 COLUMNS: tuple[Column[TensorMeasurement], ...] = tuple(
@@ -83,6 +83,12 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = tuple(
     )
 )
 
+
+def columns_of(layers: Sequence[TensorMeasurement]) -> list[Column[TensorMeasurement]]:
+    """The columns of a table of these layers: all but those of figures on request that no layer has."""
+    return [c for c in COLUMNS if not c.requested or any(getattr(t, c.name) is not None for t in layers)]
+
+
 # The figures of groups of layers: title, explanation, value.
 GROUPED: tuple[tuple[str, str, Callable[[TensorMeasurement], float | None]], ...] = (
     ("norm", "median norm of a filter", lambda t: t.norm_quantiles[2] if t.norm_quantiles else None),
@@ -93,6 +99,7 @@ GROUPED: tuple[tuple[str, str, Callable[[TensorMeasurement], float | None]], ...
 
 # The columns that a narrow screen keeps, most important first; all others are dropped before them, from the right.
 KEPT = (
+    *(column.name for column in COLUMNS if column.requested),
     *("alignment", "alignment_z", "norm", "angle", "angle_std_random", "norm_range", "shape", "dim", "filters"),
     *("zero_filters", "coherence", "coherence_random", "sigma", "stable_rank"),
 )

@@ -24,7 +24,7 @@ More = tuple[str, str, str, Callable[[Any], Any]]  # title, explanation, class a
 
 
 @dataclass(frozen=True)
-class Place:
+class Occurrence:
     """One finding on the page: its id, the id of the row that it is about (empty for none), and what was found."""
 
     id: str
@@ -42,7 +42,7 @@ class RuleFindings:
     title: str
     do: str
     chance: str
-    places: tuple[Place, ...]
+    places: tuple[Occurrence, ...]
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ def layer_map(
 
 
 def _by_rule(findings: Sequence[Finding], rows: Mapping[str, str]) -> tuple[RuleFindings, ...]:
-    places: dict[tuple[str, str, str, str], list[Place]] = {}
+    places: dict[tuple[str, str, str, str], list[Occurrence]] = {}
     for i, one in enumerate(findings):
         key = (one.code, one.level, one.do, one.chance)
-        places.setdefault(key, []).append(Place(f"f{i}", rows.get(one.path, ""), one.path, one.found))
+        places.setdefault(key, []).append(Occurrence(f"f{i}", rows.get(one.path, ""), one.path, one.found))
     return tuple(
         RuleFindings(code, level, RULES[code].text.title if code in RULES else "", do, chance, tuple(found))
         for (code, level, do, chance), found in places.items()

@@ -31,6 +31,7 @@ class Column(Generic[Subject]):
         width: in characters.
         text: the figure of a subject as text.
         spectral: whether a page shows it in the table of spectra.
+        requested: whether it is left out of tables in which no subject has it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Column(Generic[Subject]):
     width: int
     text: Callable[[Subject], str] | None = None
     spectral: bool = False
+    requested: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "explanation", fixed(self.explanation))

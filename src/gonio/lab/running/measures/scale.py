@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import NotApplicableError
+from gonio.geometry import fake_quantize
 from gonio.lab.running.measures import FinishedRun, measure
 from gonio.lab.running.measures.scores import score_of
 from gonio.nn import DecoupledConv2d, angular, magnitude
@@ -53,7 +54,7 @@ def _penalty(model: nn.Module, penalty: str) -> float:
 @measure("%", worst=0.0, better="max")
 @torch.no_grad()
 def int8_accuracy(run: FinishedRun, *, spread: float = 0.0, balance: bool = False, bits: int = 8) -> float:
-    """Test accuracy with every weight rounded to integers of one scale per tensor.
+    """Test accuracy with every weight rounded to integers of one scale per tensor, by :func:`fake_quantize`.
 
     Args:
         spread: first, random factors with this standard deviation of their log2 are moved between the neurons of
@@ -67,8 +68,7 @@ def int8_accuracy(run: FinishedRun, *, spread: float = 0.0, balance: bool = Fals
         _moved(model, run, move="balance", level="neuron", spread=0.0)
     for _, weight in weights_of(model):
         if bits:
-            step = weight.abs().amax() / (2 ** (bits - 1) - 1)
-            weight.copy_((weight / step).round() * step)
+            weight.copy_(fake_quantize(weight, bits=bits, per="tensor"))
     return score_of(run, model.to(next(run.model.parameters()).dtype))
 
 

@@ -1,0 +1,320 @@
+"""What rounding the weights of trained transformers to 4 bits costs, as they are, balanced, and turned.
+
+    python -m benchmarks.quantisation FILE [--models FOLDER]    writes results/quantisation.json
+
+Small transformers of three architectures are trained: two on the characters of a text (FILE; the first nine tenths),
+one on handwritten digits. The loss of what is held out is measured, in nats per character or image. Then outliers are
+planted that leave the function as it is, and every linear layer is rounded. Trained weights are kept in FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import gonio
+from benchmarks.results import path_of
+from gonio.geometry import fake_quantize
+from gonio.surgery.gains import gains_of
+from gonio.surgery.symmetries import Factors, block_symmetries
+from gonio.surgery.turns import STREAM, keeping_mean, turns_of
+
+RESULT = path_of("quantisation")
+WIDTH, LAYERS, HEADS, LENGTH, BATCH, STEPS, RATE = 128, 2, 4, 64, 16, 600, 3e-3
+SEEDS = 3
+FORMATS: dict[str, Any] = {"one scale per tensor": "tensor", "per channel": "channel", "per 32 entries": 32}
+SPREAD, LARGE, CHANNELS = 2.0, 16.0, 4  # of the planted outliers
+MARGIN = 0.02  # what rounding may cost of the loss before anything is to be regained
+
+
+# --- data and models --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs of a model by the name of the argument, with targets, as functions of a number of samples."""
+
+    argument: str
+    classes: int
+    train: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    held: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(**{self.argument: x}).logits.flatten(0, -2), y.flatten())
+
+    @property
+    def example(self) -> dict[str, Tensor]:
+        return {self.argument: self.train(2, torch.Generator().manual_seed(3))[0]}
+
+
+def characters(file: Path) -> Data:
+    """The characters of a text as numbers, and the next ones; 0 is for characters that are not in it."""
+    text = file.read_text(encoding="utf-8")
+    letters = sorted(set(text))
+    codes = torch.tensor([letters.index(letter) + 1 for letter in text])
+    cut = len(codes) * 9 // 10
+
+    def batch(part: Tensor, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(part) - LENGTH - 1, (count,), generator=random).tolist()
+        pieces = torch.stack([part[start : start + LENGTH + 1] for start in starts])
+        return pieces[:, :-1], pieces[:, 1:]
+
+    return Data("input_ids", len(letters) + 1, partial(batch, codes[:cut]), partial(batch, codes[cut:]))
+
+
+def digits() -> Data:
+    """Images of 8 × 8."""
+    read = load_digits()
+    order = torch.randperm(len(read.data), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(read.images, dtype=torch.float32)[order, None] / 8 - 1, torch.tensor(read.target)[order]
+
+    def batch(rows: slice, count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(x[rows]), (count,), generator=random)
+        return x[rows][chosen], y[rows][chosen]
+
+    return Data("pixel_values", 10, partial(batch, slice(1200)), partial(batch, slice(1200, None)))
+
+
+def fresh(name: str, classes: int) -> nn.Module:
+    """Heads are not tied to embeddings, which are not rounded."""
+    import transformers as t  # it is slow to import
+
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    ends = {"bos_token_id": None, "eos_token_id": None, "use_cache": False, "tie_word_embeddings": False}
+    if name == "GPT-2":
+        own: dict[str, Any] = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENGTH, **ends}
+        own |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=classes, **own))
+    if name == "Llama":
+        own = {"num_key_value_heads": 2, "intermediate_size": 384, "max_position_embeddings": LENGTH, **ends}
+        return t.LlamaForCausalLM(t.LlamaConfig(vocab_size=classes, **sizes, **own))
+    own = {"intermediate_size": 512, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": classes}
+    return t.ViTForImageClassification(t.ViTConfig(**sizes, **own))
+
+
+MODELS = ("GPT-2", "Llama", "ViT")
+
+
+def trained(name: str, data: Data, folder: Path) -> nn.Module:
+    """A model with the weights in the folder, or trained and put there."""
+    torch.manual_seed(0)
+    model = fresh(name, data.classes)
+    file = folder / f"{name}.pt"
+    if file.exists():
+        model.load_state_dict(torch.load(file, weights_only=True))
+        return model.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    random = torch.Generator().manual_seed(0)
+    for step in range(STEPS):
+        share = min(1, (step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        optimizer.param_groups[0]["lr"] = RATE * share
+        optimizer.zero_grad()
+        loss = data.loss(model.train(), *data.train(BATCH if name != "ViT" else 4 * BATCH, random))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 0:
+            print(name, step, float(loss), flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), file)
+    return model.eval()
+
+
+# --- planted outliers -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def moved_scales(model: nn.Module, example: Any) -> None:
+    """Random factors of channels, from value to output, query to key, and up to down where the activation allows it."""
+    found = block_symmetries(model, example, per_unit=True, traced=False, taken=frozenset())
+    random, factors = torch.Generator().manual_seed(1), Factors(found.parameters)
+    for each in found.symmetries:
+        drawn = torch.randn(each.units, generator=random, dtype=torch.float64)
+        factors.scale_(each, torch.exp2(SPREAD * drawn))
+    for name in factors.names:
+        found.parameters[name].mul_(factors.of(name))
+
+
+@torch.no_grad()
+def large_channels(model: nn.Module, example: Any) -> None:
+    """A few columns of what reads each norm are larger, and the gain of the norm is smaller."""
+    random = torch.Generator().manual_seed(2)
+    able = gains_of(model, example, {id(m) for m in model.modules()})
+    for each in able.able:
+        old = {name: able.parameters[name] for name in each.tensors}
+        gain = old[each.gain].double() + each.added
+        gain[torch.randperm(len(gain), generator=random)[:CHANNELS]] /= LARGE
+        for name, value in each.values(old, gain).items():
+            old[name].copy_(value)
+
+
+@torch.no_grad()
+def principal_axes(model: nn.Module, example: Any) -> None:
+    """Channels of the stream along the singular vectors of all that reads and writes it: few are large."""
+    gonio.fold_(model, example=example, gains=True)
+    found = turns_of(model, example, (STREAM,))
+    for each in found.able:
+        slots = [slot for slot in each.slots[0] if found.parameters[slot.tensor].ndim > 1]
+        rows = torch.cat([found.parameters[s.tensor].double().movedim(s.dim, -1).flatten(0, -2) for s in slots])
+        free = keeping_mean(torch.eye(each.size - 1)) if each.keeps_mean else torch.eye(each.size).double()
+        axes = torch.linalg.svd((rows @ free)[:, int(each.keeps_mean) :], full_matrices=False)[2]
+        turn = keeping_mean(axes) if each.keeps_mean else axes
+        for name, value in each.values(found.parameters, [turn]).items():
+            found.parameters[name].copy_(value)
+
+
+PLANTS: dict[str, tuple[Callable[[nn.Module, Any], None], ...]] = {
+    "as trained": (),
+    "moved scales": (moved_scales,),
+    "large channels": (large_channels,),
+    "both of them": (moved_scales, large_channels),
+    "principal axes": (principal_axes,),
+}
+
+
+# --- what is done before ----------------------------------------------------------------------------------------------
+
+
+def balanced(model: nn.Module, example: Any, seed: int) -> None:
+    gonio.balance_(model, example=example)
+
+
+def folded(model: nn.Module, example: Any, seed: int) -> None:
+    gonio.fold_(model, example=example, gains=True)
+
+
+def turned(model: nn.Module, example: Any, seed: int) -> None:
+    folded(model, example, seed)
+    gonio.rotate_(model, example=example, seed=seed)
+
+
+def all_of_them(model: nn.Module, example: Any, seed: int) -> None:
+    balanced(model, example, seed)
+    turned(model, example, seed)
+
+
+WAYS: dict[str, Callable[[nn.Module, Any, int], None]] = {
+    "balance_": balanced,
+    "fold_": folded,
+    "fold_, rotate_": turned,
+    "all three": all_of_them,
+}
+
+
+def layers(model: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+    """The weights of all linear layers, and whether inputs come first."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            yield module.weight, False
+        elif type(module).__name__ == "Conv1D":
+            yield module.weight, True
+
+
+@torch.no_grad()
+def rounded(model: nn.Module, per: Any) -> nn.Module:
+    """A copy in which every linear layer is rounded to 4 bits."""
+    model = copy.deepcopy(model)
+    for weight, first in layers(model):
+        rows = weight.T if first else weight
+        found = fake_quantize(rows.contiguous(), bits=4, per=per)
+        weight.copy_(found.T if first else found)
+    return model
+
+
+class Judge:
+    """Losses of models on the same held-out and calibration data."""
+
+    def __init__(self, data: Data) -> None:
+        random = torch.Generator().manual_seed(5)
+        count = 128 if data.argument == "input_ids" else 1024
+        self.data, self.held, self.calibration = data, data.held(count, random), data.train(count // 2, random)
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, *, held: bool = True) -> float:
+        return float(self.data.loss(model, *(self.held if held else self.calibration)))
+
+
+def cells(name: str, data: Data, folder: Path) -> dict[str, Any]:
+    """For each plant, format and way the loss, and which way is kept by its loss on calibration data."""
+    plain, judge, example = trained(name, data, folder), Judge(data), data.example
+    found: dict[str, Any] = {}
+    for plant, changes in PLANTS.items():
+        steps = [copy.deepcopy(plain)]
+        for change in changes:
+            steps.append(copy.deepcopy(steps[-1]))
+            change(steps[-1], example)
+        if any(all(map(torch.equal, a.parameters(), b.parameters())) for a, b in pairwise(steps)):
+            continue  # the model takes no such outliers
+        model = steps[-1]
+        ways: dict[str, list[nn.Module]] = {"": [model]}
+        for way, act in WAYS.items():
+            ways[way] = []
+            for seed in range(1 if way in ("balance_", "fold_") else SEEDS):
+                ways[way].append(copy.deepcopy(model))
+                act(ways[way][-1], example, seed)
+        for form, per in FORMATS.items():
+            losses = {way: [judge(rounded(m, per)) for m in models] for way, models in ways.items()}
+            chosen = {way: [judge(rounded(m, per), held=False) for m in models] for way, models in ways.items()}
+            kept = min(((min(chosen[way]), way) for way in ways), key=lambda pair: pair[0])[1]
+            best = losses[kept][chosen[kept].index(min(chosen[kept]))]
+            found[f"{plant} | {form}"] = {"float": judge(model), "losses": losses, "kept": kept, "kept loss": best}
+            print(name, plant, form, found[f"{plant} | {form}"], flush=True)
+    return found
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def cost(cell: dict[str, Any], loss: float) -> float:
+    """How much of the loss rounding adds."""
+    return loss / cell["float"] - 1
+
+
+def regained(cell: dict[str, Any]) -> float:
+    """The share of the cost that the kept way regains."""
+    plain = cell["losses"][""][0]
+    return (plain - cell["kept loss"]) / (plain - cell["float"])
+
+
+def table(data: dict[str, Any]) -> str:
+    """One line per model, outliers and format; costs in percent of the loss, means of the seeds."""
+    head = ["model", "outliers", "scales", "loss", "rounded", *WAYS, "kept", "regained"]
+    lines = [head, ["---", "---", "---", *["--:"] * (len(WAYS) + 2), "---", "--:"]]
+    for name, found in data["models"].items():
+        for key, cell in found.items():
+            costs = [cost(cell, statistics.fmean(cell["losses"][way])) for way in ("", *WAYS)]
+            back = f"{regained(cell):.0%}" if costs[0] > MARGIN else "–"
+            shown = [f"+{each:.1%}" if each >= 0 else f"−{-each:.1%}" for each in costs]
+            lines.append([name, *key.split(" | "), f"{cell['float']:.3f}", *shown, cell["kept"] or "as it is", back])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="a text")
+    parser.add_argument("--models", type=Path, default=RESULT.parent / "local" / "quantisation", help="trained weights")
+    parser.add_argument("--only", nargs="*", default=MODELS, choices=MODELS, help="some of the models")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    made = json.loads(RESULT.read_text()) if RESULT.exists() else {"torch": torch.__version__, "models": {}}
+    for name in options.only:
+        made["models"][name] = cells(name, digits() if name == "ViT" else characters(options.file), options.models)
+        RESULT.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What proves a treatment: equal outputs, or a study of the treated and the untreated model on held-out data."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from gonio.errors import GonioError
+from gonio.lab.judging.results import Results, summarise
+from gonio.lab.judging.statistics import placed
+from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, installed_versions
+from gonio.lab.record import RunRecord
+from gonio.lab.running.training import evaluate
+from gonio.lab.tasks.task import Split, Task
+from gonio.surgery import equivalent
+
+SAME = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative deviations that count as the same function
+_OTHERWISE = 5e-2  # of dtypes with less precision
+BLOCKS, LEAST = (
+    20,
+    8,
+)  # of held-out examples at most, and examples of each at least; a block's score is one of the pairs
+_NOTE = (
+    "Nothing was trained for these runs: a seed stands for a block of validation examples, on which the untreated "
+    "model (baseline) and the treated one are scored."
+)
+
+
+def same_function(before: nn.Module, after: nn.Module, example: Any) -> tuple[bool | None, str]:
+    """Whether two models compute the same function on an example; None if none can be made."""
+    try:
+        moved = equivalent(before, after, example=example)
+    except GonioError as error:
+        return None, f"the outputs could not be compared: {error}"
+    dtypes = [p.dtype for p in after.parameters() if p.is_floating_point()]
+    allowed = max((SAME.get(dtype, _OTHERWISE) for dtype in dtypes), default=SAME[torch.float32])
+    return moved.relative <= allowed, f"outputs before and after: {moved}"
+
+
+def scores(model: nn.Module, task: Task) -> list[float | None]:
+    """The task's metric on blocks of validation examples; None where an output is not finite."""
+    twin, count = copy.deepcopy(model), len(task.validation)
+    size = math.ceil(count / max(2, min(BLOCKS, count // LEAST)))
+    return [evaluate(twin, task, Split(*block)) for block in task.validation.in_order(size)]
+
+
+def study_of(
+    task: Task, source: str, step: dict[str, Any], before: list[float | None], after: list[float | None]
+) -> Results:
+    """The study of one step: the untreated model is the baseline, the treated one the recipe, a block a seed."""
+    name = str(step["verb"])
+    digest = hashlib.sha256(json.dumps(step, sort_keys=True).encode()).hexdigest()
+    plan = StudyPlan(
+        task=task.name,
+        model=source,
+        recipes=(RecipeEntry(BASELINE, {}, hashlib.sha256(b"").hexdigest()), RecipeEntry(name, {}, digest)),
+        seeds=tuple(range(len(before))),
+        training=None,
+        metric=task.metric.name,
+        direction=task.metric.direction,
+        unit=task.metric.unit,
+        splits={each: len(split) for each, split in task.splits.items()},
+        data=task.digest(),
+        sesoi=task.sesoi,
+        worst=task.metric.worst,
+        notes=(_NOTE, f"The treatment: {json.dumps(step)}."),
+        versions=installed_versions(),
+        command="gonio doctor",
+    )
+    runs = [_record(BASELINE, seed, score) for seed, score in enumerate(before)]
+    runs += [_record(name, seed, score) for seed, score in enumerate(after)]
+    return summarise(plan, runs, (), ())
+
+
+def _record(recipe: str, seed: int, score: float | None) -> RunRecord:
+    if score is None:
+        return RunRecord(recipe, seed, "diverged", error="an output is not finite")
+    return RunRecord(recipe, seed, "finished", score=score)
+
+
+def held_out(results: Results, *, better: bool) -> tuple[bool | None, str]:
+    """Whether a study proves that a treatment does no harm, or, if it must, that it is better; and in words."""
+    plan, (effect,) = results.plan, results.effects
+    if effect.mean is None or effect.low is None or effect.high is None:
+        return None, f"{plan.task} has too few validation examples for a proof"
+    if any(run.status == "diverged" and run.recipe != BASELINE for run in results.runs):
+        return False, f"outputs on {plan.task} are not finite after it"
+    low, high = sorted(plan.sign * bound for bound in (effect.low, effect.high))
+    verdict = placed(low, high, plan.sesoi)
+    unit = f" {plan.unit}".rstrip()
+    interval = f"{plan.sign * effect.mean:+.2f} [{low:+.2f}, {high:+.2f}]{unit}"
+    score = f"{plan.metric} on held-out {plan.task}: {interval}"
+    if all(run.status == "diverged" for run in results.runs if run.recipe == BASELINE):
+        return True, f"outputs were not finite before, and are after it; {score}"
+    proof = f"{verdict}: {score}, margin {plan.sesoi:g}"
+    return verdict == "improved" or (verdict == "not inferior" and not better), proof

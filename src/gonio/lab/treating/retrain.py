@@ -1,0 +1,196 @@
+"""`retrain_`: train chosen layers alone for a short time, on the training data of a task."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gonio import init
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.where import Site, Where, left_out, select
+from gonio.editing.wrapping import refuse_shards
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
+from gonio.geometry import layout_of, matrix_view, unview
+from gonio.lab.plan import TrainingConfig
+from gonio.lab.running.training import TrainingStep, batches, evaluate, make_schedule
+from gonio.lab.tasks.task import Split, Task, seeded
+from gonio.seeding import derive_seed
+from gonio.surgery import init_, match_statistics_
+from gonio.surgery.facts import WEIGHTED, facts_of
+from gonio.surgery.recycle import can_act as has_filters
+
+_DEAD = 1e-3  # of the median norm of a layer's filters
+_BATCH, _MEASURED = 64, 64  # size and number of the batches that give the scale of new filters, and scores
+STARTS = ("its present values", "its present weights and the bias 0", "new values")
+
+
+def retrain_(
+    model: nn.Module, task: Task, *, where: Where, epochs: int = 12, lr: float = 2e-2, seed: int = 0
+) -> Edited:
+    """Train the parameters of chosen layers alone on a task's training data, everything else frozen.
+
+    The model stays in evaluation mode: running statistics do not change, and dropout is off. The layers are trained by
+    AdamW without decay, with a cosine schedule, for a tenth of the epochs from each of three starts: their present
+    values, with filters that are 0 (or below 1/1000 of the median norm) drawn anew; the same with the bias 0; and new
+    values (:func:`gonio.init.he_`, with the scale that a batch norm behind the layer stores, if there is one; gain 1
+    and shift 0 for a norm). The start with the lowest loss on the training data is trained for the remaining epochs,
+    unless none has a better score on the training data than the model had, by `task.sesoi`. Validation and test data
+    are not used.
+
+    What the layers had learnt is not restored: they learn anew what the frozen rest of the model can use.
+
+    Args:
+        where: which layers; those without parameters of their own are left out.
+        epochs, lr: of the training; the batch size is that of `task.training`.
+        seed: of the new values and of the order of the examples.
+
+    Raises:
+        InvalidArgumentError: if `epochs` is below 1 or `lr` is not above 0.
+        NoMatchError: if `where` selects no layer with parameters.
+        NotApplicableError: if no start gives a finite loss, if none is promising, or if the model is sharded.
+
+    Example:
+        >>> task = gonio.lab.tasks.digits()
+        >>> model = gonio.models.digits_cnn()
+        >>> edited = gonio.lab.retrain_(model, task, where="fc2", epochs=1)
+        >>> [change.path for change in edited.changes]
+        ['fc2']
+    """
+    if epochs < 1 or not 0 < lr < float("inf"):
+        found = f"epochs={epochs}, lr={lr}"
+        raise InvalidArgumentError("retrain_ needs epochs >= 1 and lr > 0", found, "Leave them out.")
+    chosen = select(model, where, verb="retrain_", can_act=can_act)
+    refuse_shards(model, "retrain_")
+    training = TrainingConfig(
+        epochs=max(1, epochs // 10), batch_size=task.training.batch_size, lr=lr, optimizer="adamw", weight_decay=0.0
+    )
+    paths = [site.path for site in chosen]
+    tried = [
+        (_trained(twin, paths, task, training, seed), name, twin) for name, twin in _starts(model, chosen, task, seed)
+    ]
+    loss, start, twin = min(tried, key=lambda each: each[0])
+    refuse = partial(NotApplicableError, "retrain_", paths[0], action="train")
+    if not math.isfinite(loss):
+        raise refuse("no start of the training gives a finite loss", "Treat the other layers first.")
+    before, after = (_score(each, task) for each in (model, twin))
+    sign = 1 if task.metric.direction == "max" else -1
+    if before is not None and (after is None or sign * (after - before) < task.sesoi):
+        raise refuse("its training does not improve the score on the training data", "Leave it as it is.")
+    if epochs > training.epochs:
+        loss = _trained(twin, paths, task, replace(training, epochs=epochs - training.epochs), seed + 1)
+    with Edit(model, "retrain_") as edit, torch.no_grad():
+        for site in chosen:
+            for name, parameter in site.module.named_parameters(recurse=False):
+                edit.set_data_(parameter, twin.get_submodule(site.path).get_parameter(name))
+            edit.changed(site.path, f"trained for {epochs} epochs from {start}")
+        edit.note(f"training loss {loss:.3g}; everything else was frozen")
+        edit.note_stays(left_out(model, where, can_act=can_act))
+    return edit.done()
+
+
+def can_act(module: nn.Module) -> str | None:
+    """Why :func:`retrain_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.lab.treating.retrain import can_act
+        >>> can_act(nn.Linear(2, 2)), can_act(nn.ReLU())
+        (None, 'it has no parameters of its own')
+    """
+    own = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
+    if not own:
+        return "it has no parameters of its own"
+    return "its parameters are on the meta device" if any(p.is_meta for p in own) else None
+
+
+def _starts(model: nn.Module, chosen: list[Site], task: Task, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    """Copies of the model in evaluation mode with the values from which the layers are trained."""
+    drawn = _drawn(model, [site.path for site in chosen], task, seed)
+    for name in STARTS[:2]:
+        twin, differs = copy.deepcopy(model).eval(), name == STARTS[0]
+        for site in chosen:
+            module = twin.get_submodule(site.path)
+            bias = module._parameters.get("bias")
+            if name == STARTS[1] and isinstance(module, WEIGHTED) and bias is not None:
+                differs = differs or bool(bias.any())
+                bias.detach().zero_()
+            if has_filters(module) is None:
+                _revive(module, drawn.get_submodule(site.path))
+        if differs:
+            yield name, twin
+    yield STARTS[2], drawn
+
+
+@torch.no_grad()
+def _drawn(model: nn.Module, paths: list[str], task: Task, seed: int) -> nn.Module:
+    """A copy with new values in these layers, as far as a law of initialisation is known for them."""
+    twin = copy.deepcopy(model).eval()
+    filters = [path for path in paths if has_filters(twin.get_submodule(path)) is None]
+    for path in paths:
+        module = twin.get_submodule(path)
+        if bool(facts_of(module).removes_scale):
+            for name, value in (("weight", 1.0), ("bias", 0.0)):
+                if module._parameters.get(name) is not None:
+                    module.get_parameter(name).fill_(value)
+    if filters:
+        init_(twin, init.he_, where=_is_in(filters), seed=seed)
+        inputs = (task.outputs(lambda x: x, x) for x, _ in islice(task.train.in_order(_BATCH), _MEASURED))
+        with suppress(GonioError):  # no batch norm is behind them: the law's scale stays
+            match_statistics_(twin, inputs, where=_is_in(filters))
+    return twin
+
+
+def _is_in(paths: list[str]) -> Any:
+    return lambda path, _: path in paths
+
+
+@torch.no_grad()
+def _revive(module: nn.Module, drawn: nn.Module) -> None:
+    """Put the new filters in the place of those that are 0 or next to it."""
+    weight, layout = module.get_parameter("weight"), layout_of(module)
+    rows, new = (matrix_view(each.detach(), layout) for each in (weight, drawn.get_parameter("weight")))
+    norms = rows.norm(dim=2, keepdim=True)
+    known = norms[norms > 0]
+    dead = norms < _DEAD * known.median() if len(known) else norms == 0
+    weight.copy_(unview(torch.where(dead, new, rows), weight.shape, layout))
+
+
+def _trained(model: nn.Module, paths: list[str], task: Task, training: TrainingConfig, seed: int) -> float:
+    """Train these layers in place; the loss on the training data then, infinite if a loss was not finite."""
+    own = {id(p) for path in paths for p in model.get_submodule(path).parameters(recurse=False)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in own)
+    step = TrainingStep(model, task, training)
+    steps = task.train.steps(training.batch_size, smallest=min(2, training.batch_size))
+    schedule = make_schedule(step.optimizer, training, steps)
+    with torch.enable_grad(), seeded(derive_seed(seed, "retrain")):
+        for epoch in range(training.epochs):
+            for batch in batches(task, training.batch_size, seed=seed, epoch=epoch, training=training):
+                if not math.isfinite(step(*batch)[1]):
+                    return math.inf
+                schedule.step()
+        return _loss(model, task, training, seed)
+
+
+def _score(model: nn.Module, task: Task) -> float | None:
+    """The metric on the first training examples; None if an output is not finite."""
+    inputs, targets = zip(*islice(task.train.in_order(_BATCH), _MEASURED), strict=True)
+    return evaluate(copy.deepcopy(model), task, Split(torch.cat(inputs), torch.cat(targets)))
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, task: Task, training: TrainingConfig, seed: int) -> float:
+    device = next(model.parameters()).device
+    total, count = 0.0, 0
+    for inputs, targets in batches(task, training.batch_size, seed=seed, epoch=training.epochs, training=training):
+        loss: Tensor = task.loss(task.outputs(model, inputs.to(device)), targets.to(device))
+        total, count = total + float(loss) * len(targets), count + len(targets)
+    return total / count if math.isfinite(total) else math.inf

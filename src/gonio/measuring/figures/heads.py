@@ -1,0 +1,155 @@
+"""Attention heads: the norms of the queries, keys, values and outputs of each, and how far each one moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import fsum, hypot, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gonio.errors import GonioError
+from gonio.execution import is_sharded
+from gonio.surgery import Anatomy, Attention, Part, anatomy
+from gonio.surgery.equivalent import SameFunction
+from gonio.surgery.facts import why_not_dense
+from gonio.surgery.graph import trace
+from gonio.surgery.movable import may_attend
+
+ROLES = ("query", "key", "value", "output")
+Read = Callable[[str], Tensor | None]
+"""A tensor by its name; None if it has no values to compute with."""
+
+
+@dataclass(frozen=True)
+class HeadMeasurement:
+    """One head of an attention block.
+
+    Attributes:
+        path: of the block. `head`: its number. `kv_head`: that of its keys and values, which several heads may share.
+        query, key, value: the Frobenius norms of the rows that compute them, and `output` that of the columns that
+            read the head. Rows of keys that all heads share are in the key of each.
+    """
+
+    path: str
+    head: int
+    kv_head: int
+    query: float
+    key: float
+    value: float
+    output: float
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """How far one head moved, as :class:`HeadMeasurement` names its parts.
+
+    Attributes:
+        relative: the norm of the difference over the norm before, of the four parts together.
+        query, key, value, output: the same of each; None from a part that was 0.
+    """
+
+    path: str
+    head: int
+    kv_head: int
+    relative: float | None
+    query: float | None
+    key: float | None
+    value: float | None
+    output: float | None
+
+
+def heads_in(found: Anatomy, read: Read) -> tuple[HeadMeasurement, ...]:
+    """The heads of the blocks whose tensors can be read."""
+    norms, made = _Norms(read), []
+    for block, head, parts in _heads(found):
+        values = [norms.of(parts[role]) for role in ROLES]
+        if None not in values:
+            made.append(HeadMeasurement(block.path, head, block.groups[head], *values))  # type: ignore[arg-type]
+    return tuple(made)
+
+
+def head_changes(found: Anatomy, before: Read, change: Read) -> tuple[HeadChange, ...]:
+    """How far each head moved, from readers of the tensors before and of their differences."""
+    norms, moves, made = _Norms(before), _Norms(change), []
+    for block, head, parts in _heads(found):
+        was, moved = ([by.of(parts[role]) for role in ROLES] for by in (norms, moves))
+        if None in was or None in moved:
+            continue
+        shares = [b / a if a else None for a, b in zip(was, moved, strict=True)]  # type: ignore[operator]
+        whole = hypot(*was)  # type: ignore[arg-type]
+        together = hypot(*moved) / whole if whole else None  # type: ignore[arg-type]
+        made.append(HeadChange(block.path, head, block.groups[head], together, *shares))
+    return tuple(made)
+
+
+def _heads(found: Anatomy) -> Iterator[tuple[Attention, int, dict[str, tuple[Part, ...]]]]:
+    for block in found.attention:
+        for head, group in enumerate(block.groups):
+            key = (*block.key[group], *block.shared_key)
+            parts = (block.query[head], key, block.value[group], (block.output[head],))
+            yield block, head, dict(zip(ROLES, parts, strict=True))
+
+
+class _Norms:
+    """Norms of parts; each tensor is read once along each of its dimensions."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._squares: dict[tuple[str, int], Tensor | None] = {}
+
+    def of(self, parts: tuple[Part, ...]) -> float | None:
+        """The norm of these parts together; None if a tensor has no values."""
+        sums = []
+        for part in parts:
+            key = (part.tensor, part.dim)
+            if key not in self._squares:
+                self._squares[key] = self._along(*key)
+            if (squares := self._squares[key]) is None:
+                return None
+            sums.append(float(squares[part.indices].sum()))
+        return sqrt(fsum(sums))
+
+    @torch.no_grad()
+    def _along(self, tensor: str, dim: int) -> Tensor | None:
+        weight = self._read(tensor)
+        if weight is None:
+            return None
+        others = [d for d in range(weight.ndim) if d != dim]
+        return torch.linalg.vector_norm(weight.detach(), dim=others, dtype=torch.float64).square().cpu()
+
+
+def parameters_of(model: nn.Module) -> Read:
+    """A reader of a model's parameters."""
+    own = dict(model.named_parameters())
+
+    def read(name: str) -> Tensor | None:
+        found = own.get(name)
+        return None if found is None or is_sharded(found) or why_not_dense(found) is not None else found.detach()
+
+    return read
+
+
+def anatomy_of(model: nn.Module, batch: Any = None) -> Anatomy | None:
+    """The anatomy of a model that may have attention, on a generated input, or on the batch where none can be made.
+
+    None where it has none or nothing can run it.
+    """
+    graph = trace(model, training=False)
+    if not may_attend(graph):
+        return None
+    given = input_of(model, batch)
+    if given.input is None:
+        return None
+    try:
+        return anatomy(model, example=given.input)
+    except (GonioError, RuntimeError):  # derivatives of a model of one's own
+        return None
+
+
+def input_of(model: nn.Module, batch: Any) -> SameFunction:
+    """An input that the model takes: a generated one, which is small, or the batch."""
+    same = SameFunction(model, None)
+    return same if same.input is not None or batch is None else SameFunction(model, batch)

@@ -1,0 +1,86 @@
+"""References to the weights of layers: where each is, how it is stored, and from which parameters it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gonio.editing.where import Site
+from gonio.errors import NotApplicableError
+from gonio.geometry.views import Layout, layout_of, matrix_view
+from gonio.parametrizations.mechanism import parametrizations_of_torch
+
+
+@dataclass(frozen=True, eq=False)
+class WeightRef:
+    """One weight tensor of one layer."""
+
+    path: str
+    module: nn.Module
+    name: str
+    layout: Layout
+
+    @property
+    def label(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    def tensor(self) -> Tensor:
+        """The effective weight, as the layer uses it now."""
+        weight: Tensor = getattr(self.module, self.name)
+        return weight
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters from which the effective weight is computed."""
+        own = self.module._parameters.get(self.name)
+        if own is not None:
+            extra = self.module._modules.get(f"{self.name}_parametrization")
+            return [own, *(extra.parameters() if extra is not None else ())]
+        if (computed := parametrizations_of_torch(self.module).get(self.name)) is not None:
+            return list(computed.parameters())
+        return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
+
+    def stored(self) -> nn.Parameter | None:
+        """The parameter that is itself the effective weight; None where that is computed from parameters."""
+        own = self.module._parameters.get(self.name)
+        return None if own is None or f"{self.name}_parametrization" in self.module._modules else own
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two references to the same numbers have in common."""
+        return tuple(map(id, self.parameters()))
+
+    @property
+    def frozen(self) -> bool:
+        own = self.module._parameters.get(self.name)
+        if own is not None and own.requires_grad:
+            return False
+        return not any(p.requires_grad for p in self.parameters())
+
+
+def weights_of(site: Site) -> Iterator[WeightRef]:
+    """The weights with filters of one layer."""
+    for name, layout in layouts_of(site.module).items():
+        yield WeightRef(site.path, site.module, name, layout)
+
+
+def view_shape(weight: Tensor, layout: Layout) -> tuple[int, int, int]:
+    """The numbers of matrices, filters and columns of a weight, which may be of a kind that cannot be computed with."""
+    matrices, filters, columns = matrix_view(torch.empty(weight.shape, device="meta"), layout).shape
+    return matrices, filters, columns
+
+
+def layouts_of(module: nn.Module) -> dict[str, Layout]:
+    """The layouts of the tensors of a module that have filters, by name."""
+    found = {}
+    for name in dict.fromkeys(["weight", *module._parameters]):
+        try:
+            layout = layout_of(module, name)
+        except NotApplicableError:
+            continue
+        tensor = getattr(module, name, None)
+        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.parameter.UninitializedParameter):
+            found[name] = layout
+    return found

@@ -1,0 +1,194 @@
+"""`match_statistics_`: give filters back the scale and mean that the batch norm behind them stores."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gonio.editing.edit import Edit, Edited
+from gonio.editing.twin import evaluating
+from gonio.editing.where import Site, Where, left_out, select, sites
+from gonio.editing.wrapping import refuse_shards
+from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.geometry import layout_of, matrix_view, unview
+from gonio.surgery.equivalent import call
+from gonio.surgery.recycle import can_act
+
+FACTOR = 2.0  # between the stored and the measured standard deviation, above which a filter is changed
+SHIFT = 1.0  # between the means, in stored standard deviations
+
+
+def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where = None) -> Edited:
+    r"""Scale and shift filters so that their outputs have the mean and variance that the batch norm behind them stores.
+
+    It is the inverse of :func:`gonio.calibrate_`: the running statistics count as right, and the weights as changed
+    since. With :math:`u = \langle w, x \rangle` over the batches, and the stored mean :math:`\mu` and variance
+    :math:`\sigma^2` of the channel,
+
+    .. math::
+        w \leftarrow s\,w, \qquad b \leftarrow \mu - s\,\operatorname{mean}(u), \qquad
+        s = \sigma / \operatorname{std}(u).
+
+    Without a bias, where this does not give the mean :math:`\mu`, a number that was added to every weight of the filter
+    is sought as well: :math:`w \leftarrow s\,w - k`, with s and k such that mean and variance are the stored ones; of
+    two solutions the one with s nearer to 1 is taken. A filter stays if its standard deviation is within a factor of 2
+    of the stored one, and its mean within one stored standard deviation.
+
+    A norm is behind a layer if it gets the layer's output itself in a run of the first batch. Layers are treated in the
+    order in which they run, each with what the layers before it have become.
+
+    Args:
+        batches: inputs; each a tensor, a tuple of arguments, a dict of keyword arguments or a list `[x, y]`. They are
+            read once and held.
+        where: which layers; None for all linear and convolutional ones.
+
+    Raises:
+        NoMatchError: if `where` selects no linear or convolutional layer.
+        InvalidArgumentError: if there is no batch.
+        NotApplicableError: if no selected layer has a batch norm with statistics behind it, or the model is sharded.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
+        >>> x = torch.randn(256, 8)
+        >>> before = gonio.calibrate_(model, [x]) and model(x)
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight[1].mul_(100), model[0].bias[2].add_(50)
+        >>> print(gonio.match_statistics_(model, [x]))
+        match_statistics_: 1 module
+          0  filters 1, 2 get the statistics of 1
+        >>> torch.allclose(model(x), before, atol=1e-4)
+        True
+    """
+    kept = list(batches)
+    if not kept:
+        raise InvalidArgumentError("match_statistics_ measures on batches", "no batch", "Pass at least one.")
+    found = {site.path: site for site in select(model, where, verb="match_statistics_", can_act=can_act)}
+    refuse_shards(model, "match_statistics_")
+    norms = {site.path: site.module for site in sites(model)}
+    behind = {layer: norm for layer, norm in _norms_behind(model, kept[0]).items() if layer in found}
+    if not behind:
+        why, do = "no batch norm with running statistics gets its output", "Choose layers in front of one by `where`."
+        raise NotApplicableError("match_statistics_", next(iter(found)), why, do, action="restore the scale of")
+    with Edit(model, "match_statistics_") as edit, torch.no_grad():
+        for layer, norm in behind.items():
+            _match(edit, found[layer], norms[norm], norm, _measured(model, layer, kept))
+        without = [path for path in found if path not in behind]
+        edit.note_stays(dict.fromkeys(without, "no batch norm with running statistics gets its output"))
+        edit.note_stays(left_out(model, where, can_act=can_act))
+    return edit.done()
+
+
+def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
+    """For each layer whose output a batch norm gets, in the order of execution: the norm. Each runs once."""
+    made: dict[int, tuple[str, Tensor]] = {}
+    calls: list[str] = []
+    pairs: dict[str, str] = {}
+
+    def keep(path: str, module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        calls.append(path)
+        if output.dim() == (2 if isinstance(module, nn.Linear) else module.weight.dim()):  # type: ignore[operator]
+            made[id(output)] = path, output  # held, so that no other tensor gets its id
+
+    def read(path: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        calls.append(path)
+        layer, output = made.get(id(inputs[0]), ("", None))
+        if output is inputs[0]:
+            pairs[layer] = path
+
+    with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
+        for site in sites(plain):
+            if can_act(site.module) is None:
+                hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path)))
+            elif isinstance(site.module, _BatchNorm) and site.module.running_var is not None:
+                hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path)))
+        call(plain, batch)
+    return {layer: norm for layer, norm in pairs.items() if calls.count(layer) == calls.count(norm) == 1}
+
+
+@dataclass
+class _Moments:
+    """Of the outputs u of each filter without its bias, and of the sums S of the inputs that it reads, in float64."""
+
+    count: int = 0
+    sums: Tensor | None = None  # of u, S, u², uS, S²
+
+    def add(self, u: Tensor, s: Tensor) -> None:
+        u, s = (each.double().transpose(0, 1).flatten(1) for each in (u, s))
+        self.count += u.shape[1]
+        new = torch.stack([each.sum(1) for each in (u, s, u * u, u * s, s * s)])
+        self.sums = new if self.sums is None else self.sums + new
+
+    @property
+    def figures(self) -> tuple[Tensor, ...]:
+        """Means of u and S, variance of u, covariance, variance of S."""
+        u, s, uu, us, ss = self.sums / self.count  # type: ignore[operator]
+        unbiased = self.count / max(1, self.count - 1)  # as the stored variances are
+        return u, s, unbiased * (uu - u * u), unbiased * (us - u * s), unbiased * (ss - s * s)
+
+
+def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
+    moments = _Moments()
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        own, ones = copy.deepcopy(module), copy.deepcopy(module)
+        ones.weight.fill_(1.0)  # type: ignore[operator]
+        for each in (own, ones):
+            if each.bias is not None:
+                each.bias.zero_()  # type: ignore[operator,union-attr]
+        moments.add(own.forward(inputs[0]), ones.forward(inputs[0]))
+
+    with evaluating(model) as plain, torch.no_grad(), plain.get_submodule(path).register_forward_hook(add):
+        for batch in batches:
+            call(plain, batch)
+    return moments
+
+
+def _match(edit: Edit, site: Site, norm: nn.Module, name: str, seen: _Moments) -> None:
+    """Change the filters whose statistics are far from the stored ones."""
+    mean, var = (norm.get_buffer(each).double() for each in ("running_mean", "running_var"))
+    u, s, var_u, cov, var_s = seen.figures
+    weight, bias = site.module.get_parameter("weight"), site.module._parameters.get("bias")
+    known = torch.isfinite(u) & torch.isfinite(mean) & (var > 0) & (var < float("inf")) & (var_u > 1e-12 * u * u)
+    scale, offset = (var / var_u).sqrt(), torch.zeros_like(var)
+    own = torch.zeros_like(u) if bias is None else bias.double()
+    near = (scale.log().abs() <= math.log(FACTOR)) & ((u + own - mean).abs() <= SHIFT * var.sqrt())
+    far = known & ~near
+    if bias is None:
+        shifted = far & ((scale * u - mean).abs() > SHIFT * var.sqrt()) & (s.abs() > 1e-6 * var_s.sqrt())
+        other, constant = _with_offset(u / s, mean / s, var, var_u, cov, var_s)
+        solved = shifted & torch.isfinite(other)
+        scale, offset = torch.where(solved, other, scale), torch.where(solved, constant, offset)
+    chosen = far.nonzero().flatten().tolist()
+    if not chosen:
+        return
+    layout = layout_of(site.module)
+    rows = matrix_view(weight.detach().double(), layout)
+    factors, constants = (each.view(*rows.shape[:2], 1) for each in (scale, offset))
+    new = torch.where(far.view_as(factors), factors * rows - constants, rows)
+    edit.set_data_(weight, unview(new, weight.shape, layout).to(weight))
+    if bias is not None:
+        edit.set_data_(bias, torch.where(far, mean - scale * u, own).to(bias))
+    listed = ", ".join(map(str, chosen[:8])) + f" and {len(chosen) - 8} more" * (len(chosen) > 8)
+    edit.changed(
+        site.path, f"filter{'s' * (len(chosen) > 1)} {listed} get{'s' * (len(chosen) == 1)} the statistics of {name}"
+    )
+
+
+def _with_offset(a: Tensor, b: Tensor, var: Tensor, var_u: Tensor, cov: Tensor, var_s: Tensor) -> tuple[Tensor, Tensor]:
+    """s and k with the stored mean and variance of s·u − k·S, where k = a·s − b; not finite where there are none."""
+    square, linear, constant = var_u - 2 * a * cov + a * a * var_s, 2 * b * (cov - a * var_s), b * b * var_s - var
+    root = (linear * linear - 4 * square * constant).sqrt()
+    both = torch.stack([(-linear + root) / (2 * square), (-linear - root) / (2 * square)])
+    both = torch.where(both > 0, both, float("nan"))
+    distance = both.log().abs().nan_to_num(nan=float("inf"))
+    scale = both.gather(0, distance.argmin(0, keepdim=True))[0]
+    return scale, a * scale - b

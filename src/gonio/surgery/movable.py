@@ -1,0 +1,212 @@
+"""Which scales can move in a model without changing its function, and the least sum of squares over them.
+
+`balance_` moves them and `measure` reports what that would save: both ask :func:`movable`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from gonio.surgery.equivalent import SameFunction
+from gonio.surgery.facts import WEIGHTED
+from gonio.surgery.graph import Graph, called_function
+from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
+from gonio.surgery.symmetries import BlockSymmetries, block_symmetries
+
+_AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
+_SWEEPS = 10_000
+_CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
+
+
+@dataclass(frozen=True)
+class Movable:
+    """The scales of a model, free and pinned.
+
+    Attributes:
+        variables: those between the layers of the graph; none where the model cannot be traced.
+        blocks: those of attention and MLP blocks, found by running the model.
+        untraced: why the model cannot be traced; empty if it can.
+    """
+
+    variables: list[ScaleVariable]
+    blocks: BlockSymmetries
+    untraced: str
+
+    @property
+    def free(self) -> list[ScaleVariable]:
+        """The variables that can move."""
+        return [variable for variable in self.variables if variable.free()]
+
+
+def movable(evaluation: Graph, training: Graph, same: Callable[[], SameFunction]) -> Movable:
+    """What can move, by the graphs of a model in evaluation and in training mode.
+
+    Args:
+        same: gives the inputs of the model; called, and the model run, only where there may be blocks of attention or
+            an MLP: if the model cannot be traced, has products of activations, gates a linear layer or calls layers of
+            several matrices.
+    """
+    untraced = next((graph.reason for graph in (evaluation, training) if graph.reason), "")
+    variables = [] if untraced else _variables(evaluation, training)
+    layers = {
+        layer for v in variables if v.free() for layer in (*v.producers, *(consumer for consumer, _ in v.consumers))
+    }
+    taken = frozenset(id(p) for layer in layers for p in layer.module.parameters(recurse=False))
+    return Movable(variables, _blocks(evaluation, same, taken), untraced)
+
+
+def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
+    """Those of the graph in evaluation; pinned unless the graph in training has the same one, and it is free."""
+    free = {_ends(variable) for variable in scale_variables(training) if variable.free()}
+    variables = scale_variables(evaluation)
+    for variable in variables:
+        if variable.free() and _ends(variable) not in free:
+            variable.pin("it is used differently in training and in evaluation")
+    return variables
+
+
+def _ends(variable: ScaleVariable) -> tuple[frozenset[str], frozenset[str]]:
+    """Paths of producers and consumers, which identify a variable in every graph of one model."""
+    consumers = frozenset(layer.path for layer, _ in variable.consumers)
+    return frozenset(layer.path for layer in variable.producers), consumers
+
+
+def _blocks(graph: Graph, same: Callable[[], SameFunction], taken: frozenset[int]) -> BlockSymmetries:
+    """The symmetries of attention and MLP blocks, of a model in which there may be some."""
+    if not may_attend(graph):
+        return BlockSymmetries()
+    given = same()
+    if given.input is None:
+        why = f"they are found by running it, and {given.why}; pass example="
+        return BlockSymmetries(left={why: (("attention and MLP blocks", ""),)})
+    return block_symmetries(given.model, given.input, traced=not graph.reason, taken=taken)
+
+
+def may_attend(graph: Graph) -> bool:
+    """Whether a model may have blocks of attention or an MLP with a gate, which a run would show."""
+    return bool(graph.reason) or any(_of_blocks(graph, node) for node in graph.nodes)
+
+
+def _of_blocks(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node is a product of matrices, a gate of a linear layer, or a layer of several matrices."""
+    module, called = graph.called(node), called_function(node)
+    gates = called in ("mul", "imul") and any(isinstance(graph.called(user), _AFTER_GATES) for user in node.users)
+    matrices = module is not None and not isinstance(module, WEIGHTED) and any(p.ndim > 1 for p in module.parameters())
+    return gates or matrices or called in _PRODUCTS
+
+
+# --- the least sum of squares -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def least_scales(
+    variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = _SWEEPS, tolerance: float = _CONVERGED
+) -> LeastSum:
+    r"""The least sum of squared weights over the free scales, by coordinate descent.
+
+    The sum consists of terms :math:`s_i^2\, m_{ij} / t_j^2` and so is convex in the logarithms of the scales.
+    For one scale with all others fixed it is :math:`s^2 P + Q / s^2`, least at :math:`s^4 = Q / P`, where P is the
+    square of the rows that produce the channel and Q of the columns that consume it. In :math:`\log s` this is a
+    hyperbolic cosine about its minimum, so steps of up to twice the distance descend. Successive over-relaxation uses
+    them: the number of sweeps is proportional to the length of a chain instead of its square.
+
+    The variables must be free. `tolerance` is the largest change of a log scale at convergence.
+    """
+    least = LeastSum(variables)
+    largest = 0.0
+    for _ in range(sweeps):
+        largest = max((least.improve_(variable, per_channel=per_channel) for variable in variables), default=0.0)
+        if largest < tolerance:
+            break
+    least.after, least.converged = least.sum_of_squares(), largest < tolerance
+    return least
+
+
+class LeastSum:
+    """Coordinate descent: the squared factors of the rows and columns of each layer; see :func:`least_scales`.
+
+    Attributes:
+        layers: those that take part.
+        before: the sum of squares of these layers.
+        after: the same at the factors found.
+        converged: whether no factor changes any more; those found are valid, but not the best, if it is False.
+    """
+
+    def __init__(self, variables: list[ScaleVariable]) -> None:
+        self.scales = {v: torch.ones(v.channels, dtype=torch.float64) for v in variables}
+        parts = [part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))]
+        self.layers = list(dict.fromkeys(parts))
+        self.rows = {layer: torch.ones(layer.out_channels, dtype=torch.float64) for layer in self.layers}
+        self.columns = {layer: torch.ones(layer.in_channels, dtype=torch.float64) for layer in self.layers}
+        self.lengthened = _over_relaxation(variables)
+        self.before = self.after = self.sum_of_squares()
+        self.converged = False
+
+    def sum_of_squares(self) -> float:
+        """The sum of squares of all layers at the present factors."""
+        return math.fsum(float(self._made(layer).sum()) for layer in self.layers)
+
+    def factors(self, layer: ChannelMap) -> tuple[Tensor, Tensor]:
+        """The factors of a layer's rows (outputs) and columns (inputs)."""
+        return self.rows[layer].sqrt(), self.columns[layer].sqrt()
+
+    def improve_(self, variable: ScaleVariable, *, per_channel: bool) -> float:
+        """Give one variable its best scales, the others held; the largest step of a log scale."""
+        # a layer that both makes and reads the tensor keeps its norm under a common factor
+        loops = set(variable.producers) & {layer for layer, _ in variable.consumers}
+        moved = 0.0
+        if loops or not per_channel:
+            made = [self._made(layer).sum() for layer in variable.producers if layer not in loops]
+            used = [self._used(layer, per).sum() for layer, per in variable.consumers if layer not in loops]
+            if made and used:
+                shape = (variable.channels,)
+                total_made, total_used = torch.stack(made).sum(), torch.stack(used).sum()
+                moved = self._step_(variable, total_made.expand(shape), total_used.expand(shape), power=0.25)
+        if not per_channel:
+            return moved
+        made_each = torch.stack([self._made(layer) for layer in variable.producers]).sum(0)
+        used_each = torch.stack([self._used(layer, per) for layer, per in variable.consumers]).sum(0)
+        # In a loop the channels of one step depend on each other: a full step of all of them overshoots,
+        # half of it descends.
+        return max(moved, self._step_(variable, made_each, used_each, power=0.125 if loops else 0.25))
+
+    def _made(self, layer: ChannelMap) -> Tensor:
+        """The squares of a layer's rows."""
+        columns = self.columns[layer].view(layer.squares.shape[0], -1, 1).to(layer.squares.device)
+        return self.rows[layer] * torch.bmm(layer.squares, columns).flatten().cpu()
+
+    def _used(self, layer: ChannelMap, per_channel: int) -> Tensor:
+        """The squares of a layer's columns, summed over the features of each channel."""
+        rows = self.rows[layer].view(layer.squares.shape[0], 1, -1).to(layer.squares.device)
+        columns = self.columns[layer] * torch.bmm(rows, layer.squares).flatten().cpu()
+        return columns.view(-1, per_channel).sum(1)
+
+    def _step_(self, variable: ScaleVariable, made: Tensor, used: Tensor, *, power: float) -> float:
+        # a channel that is never produced or never used has no best scale: it stays
+        step = torch.where((made > 0) & (used > 0), (used / made).pow(power * self.lengthened[variable]), 1.0)
+        self.scales[variable] *= step
+        squares = self.scales[variable].square()
+        for layer in variable.producers:
+            self.rows[layer] = squares
+        for layer, per_channel in variable.consumers:
+            self.columns[layer] = 1 / squares.repeat_interleave(per_channel)
+        return float(step.log().abs().max()) if step.numel() else 0.0
+
+
+def _over_relaxation(variables: list[ScaleVariable]) -> dict[ScaleVariable, float]:
+    """The factor of each variable's steps: 1 for a variable on which no other one depends."""
+    group = {variable: {variable} for variable in variables}
+    touching: dict[ChannelMap, ScaleVariable] = {}
+    for variable in variables:
+        for layer in (*variable.producers, *(layer for layer, _ in variable.consumers)):
+            other = touching.setdefault(layer, variable)
+            if group[other] is not group[variable]:
+                joined = group[other] | group[variable]
+                group.update(dict.fromkeys(joined, joined))
+    return {variable: 2 / (1 + math.sin(math.pi / (len(group[variable]) + 1))) for variable in variables}

@@ -1,0 +1,137 @@
+"""Rounding to integers: against entry by entry arithmetic and torchao, invariances, what is refused."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from catalog import seeded
+from foreign import torchvision
+from geometry.examples import REPEATABLE, awkward_matrices
+from gonio.errors import InvalidArgumentError
+from gonio.geometry import fake_quantize, quantization_error
+from references import geometry as reference
+
+PER: tuple[Any, ...] = ("tensor", "channel", 32, 128)
+
+
+def heavy(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Entries of any size, with a few large ones."""
+    return (seeded(*shape, dtype=torch.float64) * seeded(*shape, seed=1, dtype=torch.float64).exp()).to(dtype)
+
+
+@REPEATABLE
+@given(weight=awkward_matrices(groups=False), bits=st.sampled_from([2, 3, 4, 8]), which=st.integers(0, 2))
+def test_the_error_equals_the_reference(weight: Tensor, bits: int, which: int) -> None:
+    per = ("tensor", "channel", weight.shape[1])[which]
+    exact = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).double().numpy()
+    assume(exact.max(initial=0) > 1e-30)  # steps of numbers below have few digits in float32
+    expected = reference.quantization_error(exact, bits, per)
+    assert quantization_error(weight, bits=bits, per=per) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_values_equal_the_reference(per: Any, bits: int) -> None:
+    weight = heavy(6, 256)
+    found = fake_quantize(weight, bits=bits, per=per)
+    size = {"tensor": weight.numel(), "channel": 256}.get(per, per)
+    parts = weight.reshape(-1, size)
+    expected = [reference.quantized(part.tolist(), bits, float(part.abs().max())) for part in parts]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64).view(6, 256), rtol=1e-14, atol=0)
+    assert len(set(found.flatten().tolist())) <= 2**bits * (weight.numel() // size)
+    error = float((found - weight).norm() / weight.norm())
+    assert quantization_error(weight, bits=bits, per=per) == pytest.approx(error, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_shape_and_zeros_stay(dtype: torch.dtype) -> None:
+    weight = heavy(2, 3, 8, dtype=dtype)
+    weight[0, 1] = 0
+    for per in ("tensor", "channel", 4):
+        found = fake_quantize(weight, bits=4, per=per)
+        assert (found.shape, found.dtype) == (weight.shape, dtype)
+        assert bool((found[0, 1] == 0).all())
+        assert 0 < quantization_error(weight, bits=4, per=per) < 1
+    assert quantization_error(torch.zeros(3, 4)) == 0 == quantization_error(torch.zeros(0, 4))
+    assert fake_quantize(torch.zeros(0, 4)).shape == (0, 4)
+
+
+def test_a_factor_of_what_shares_a_scale_has_no_effect_and_of_less_has_one() -> None:
+    weight = heavy(8, 64)
+    scaled = weight * torch.tensor([2.0, 16.0], dtype=torch.float64).repeat(4)[:, None]
+    relative = (fake_quantize(scaled) - scaled).norm(dim=1) / scaled.norm(dim=1)
+    torch.testing.assert_close(relative, (fake_quantize(weight) - weight).norm(dim=1) / weight.norm(dim=1))
+    assert quantization_error(scaled, bits=4, per="tensor") != pytest.approx(
+        quantization_error(weight, bits=4, per="tensor"), rel=0.01
+    )
+    finer = [quantization_error(weight, bits=4, per=per) for per in ("tensor", "channel", 16, 4)]
+    assert finer == sorted(finer, reverse=True)
+
+
+def test_the_error_in_blocks_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = heavy(2, 40, 64)
+    whole = [quantization_error(weight, bits=4, per=per) for per in ("tensor", "channel", 32)]
+    monkeypatch.setattr("gonio.geometry.blocks.BLOCK", 128)
+    assert [quantization_error(weight, bits=4, per=per) for per in ("tensor", "channel", 32)] == pytest.approx(whole)
+    assert quantization_error(weight[0, 0], bits=4, per="tensor") > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "message"),
+    [
+        ({"bits": 1}, (2, 4), r"\(bits=\) is a whole number from 2 to 8; found 1\. Pass 4 or 8"),
+        ({"bits": True}, (2, 4), r"\(bits=\) is a whole number from 2 to 8; found True"),
+        ({"per": "row"}, (2, 4), r"\(per=\) says what shares a scale; found 'row'"),
+        ({"per": 0}, (2, 4), r"\(per=\) says what shares a scale; found 0"),
+        ({"per": 3}, (2, 4), "divides the length of a row; found groups of 3 in rows of 4"),
+        ({}, (4,), r"takes rows \(…, n, d\); found shape \(4,\)"),
+    ],
+)
+def test_other_arguments_are_refused(options: dict[str, Any], shape: tuple[int, ...], message: str) -> None:
+    for function in (fake_quantize, quantization_error):
+        with pytest.raises(InvalidArgumentError, match=message):
+            function(torch.ones(shape), **options)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("per", PER)
+def test_figures_are_those_of_torchao(bits: int, per: Any) -> None:
+    torchvision()
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    api = importlib.import_module("torchao.quantization")
+    granularity = importlib.import_module("torchao.quantization.granularity")
+    weight = heavy(48, 256, dtype=torch.float32)
+    layer = torch.nn.Linear(256, 48, bias=False)
+    layer.weight = torch.nn.Parameter(weight.clone())
+    if bits == 8:
+        kinds = {"tensor": granularity.PerTensor(), "channel": granularity.PerRow()}
+        config = api.Int8WeightOnlyConfig(granularity=kinds.get(per) or granularity.PerGroup(per))
+    elif per == "tensor":
+        primitives = importlib.import_module("torchao.quantization.quant_primitives")
+        symmetric, block, ends = primitives.MappingType.SYMMETRIC, weight.shape, (torch.int8, -8, 7)
+        scale, zero = primitives.choose_qparams_affine(weight, symmetric, block, *ends)
+        counts = primitives.quantize_affine(weight, block, scale, zero, *ends)
+        theirs = primitives.dequantize_affine(counts, block, scale, zero, *ends)
+        return assert_equal(weight, theirs, bits, per)
+    else:
+        kind = granularity.PerAxis(0) if per == "channel" else granularity.PerGroup(per)
+        config = api.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=kind)
+    api.quantize_(layer, config)
+    return assert_equal(weight, layer.weight.dequantize(), bits, per)
+
+
+def assert_equal(weight: Tensor, theirs: Tensor, bits: int, per: Any) -> None:
+    """Equal errors; and equal values but where an entry lies halfway, which rounding may move to either side."""
+    error = float((theirs - weight).double().norm() / weight.double().norm())
+    assert quantization_error(weight, bits=bits, per=per) == pytest.approx(error, rel=1e-5)
+    ours = fake_quantize(weight, bits=bits, per=per)
+    other = (ours - theirs).abs() > 1e-5 * weight.abs().max()
+    torch.testing.assert_close((ours - weight)[other].abs(), (theirs - weight)[other].abs(), rtol=1e-3, atol=1e-6)
+    assert int(other.sum()) <= 2 * len(weight) * max(1, weight.shape[1] // (per if isinstance(per, int) else 256))
