@@ -19,6 +19,10 @@ import numpy
 import pytest
 import torch
 
+for _name in ("LC_ALL", "LC_MESSAGES", "LANG"):  # what commands print is compared with English
+    if os.environ.get(_name, "").lower().startswith("zh"):
+        os.environ[_name] = "C.UTF-8"
+
 THREADS = int(os.environ["OMP_NUM_THREADS"])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
