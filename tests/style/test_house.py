@@ -121,6 +121,17 @@ def test_a_file_is_a_chapter() -> None:
     assert not [s.name for s in sources() if s.path.stem in vague or s.path.parent.name in vague]
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """But two pairs: a magnitude and an angular function, and a magnitude and a parametrization."""
+    places: dict[str, list[str]] = {}
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(source.at(node))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert {*twice} <= {"Linear", "Sphere"}, twice
+
+
 # --- negative controls ----------------------------------------------------------------------------
 
 

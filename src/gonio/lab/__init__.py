@@ -20,7 +20,7 @@ _HOME = {
     "RunRecord": "record",
     "across": "judging.multi_task",
     "filter_summary": "running.filter_summary",
-    **dict.fromkeys(("Step", "Treatment"), "treating.treatment"),
+    **dict.fromkeys(("TreatmentStep", "Treatment"), "treating.treatment"),
     "doctor": "treating.doctor",
     "retrain_": "treating.retrain",
     **dict.fromkeys(("self_test", "self_test_plan"), "judging.self_test"),
@@ -59,8 +59,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab.tasks.task import accuracy as accuracy
     from gonio.lab.treating.doctor import doctor as doctor
     from gonio.lab.treating.retrain import retrain_ as retrain_
-    from gonio.lab.treating.treatment import Step as Step
     from gonio.lab.treating.treatment import Treatment as Treatment
+    from gonio.lab.treating.treatment import TreatmentStep as TreatmentStep
 
 
 def __getattr__(name: str) -> Any:

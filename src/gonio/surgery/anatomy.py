@@ -18,7 +18,7 @@ from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import generated_example
 from gonio.surgery.planned import planned
-from gonio.surgery.recording import Call, Part, Product, Run, record
+from gonio.surgery.recording import Call, Part, Product, Recording, record
 
 _MASKED = -1e4  # logits below are those of pairs that a mask excludes
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
@@ -84,7 +84,7 @@ def _found_in(model: nn.Module, example: Any) -> Anatomy:
         return _taken_apart(record(inner, given))
 
 
-def _taken_apart(run: Run) -> Anatomy:
+def _taken_apart(run: Recording) -> Anatomy:
     unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
@@ -116,7 +116,7 @@ def _direct(outputs: Any) -> list[Tensor]:
     return [x for x in direct if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]
 
 
-def _block_of(run: Run, product: Product) -> Attention | str:
+def _block_of(run: Recording, product: Product) -> Attention | str:
     """A block, or why it is not known."""
     if product.value is None or product.out is None:
         return "the softmax multiplies no values"
@@ -126,7 +126,7 @@ def _block_of(run: Run, product: Product) -> Attention | str:
         return f"derivatives cannot be computed: {str(error).splitlines()[0][:80]}"
 
 
-def _one(run: Run, x: Tensor) -> Call | None:
+def _one(run: Recording, x: Tensor) -> Call | None:
     """The only layer from which a tensor is computed directly, if its outputs are the tensor's last entries."""
     try:
         found = _sources(x, run.calls)
@@ -180,7 +180,7 @@ def _sources(x: Tensor, calls: Sequence[Call]) -> _Sources:
 class _Block:
     """What is found of one product of queries and keys."""
 
-    def __init__(self, run: Run, product: Product, value: Tensor, out: Tensor) -> None:
+    def __init__(self, run: Recording, product: Product, value: Tensor, out: Tensor) -> None:
         self.run, self.product, self.value, self.out = run, product, value, out
         self.calls = run.calls[: product.calls]
         self.query, self.key = product.query, product.key
@@ -375,7 +375,7 @@ def _apart(a: _Sources, b: _Sources) -> bool:
 # --- feed-forward blocks ----------------------------------------------------------------------------------------------
 
 
-def _mlps(run: Run) -> Iterator[Mlp]:
+def _mlps(run: Recording) -> Iterator[Mlp]:
     for number, reader in enumerate(run.calls):
         try:
             found = _mlp_of(run, reader, run.calls[:number]) if reader.pointwise and reader.x.numel() else None
@@ -385,7 +385,7 @@ def _mlps(run: Run) -> Iterator[Mlp]:
             yield found
 
 
-def _mlp_of(run: Run, reader: Call, before: Sequence[Call]) -> Mlp | None:
+def _mlp_of(run: Recording, reader: Call, before: Sequence[Call]) -> Mlp | None:
     """The block whose last layer is the reader, if it is one."""
     calls = [before[n] for n in _sources(reader.x, before)]
     if not 1 <= len(calls) <= 2 or _reached([reader.x], [x for _, x in run.tables]):
@@ -401,7 +401,7 @@ def _mlp_of(run: Run, reader: Call, before: Sequence[Call]) -> Mlp | None:
     return None if up is None else Mlp(reader.path, up, down, gate, stacked, degree)
 
 
-def _norms_between(run: Run, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
+def _norms_between(run: Recording, xs: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Tensor]:
     """Results of norms of these outputs, on which any of the tensors depends."""
     return [t for t in _reached(xs, run.normed) if any(g is not None for g in _gradients(t, outs))]
 

@@ -16,7 +16,7 @@ from gonio.editing.where import sites
 from gonio.errors import listing
 from gonio.seeding import generator
 from gonio.surgery.facts import why_not_dense
-from gonio.surgery.recording import Call, Normed, Run, record, without_hooks
+from gonio.surgery.recording import Call, Normed, Recording, record, without_hooks
 from gonio.surgery.symmetries import TwinTrial, confirmed
 
 _MOST = 3  # exponent of the powers of two of a trial
@@ -197,7 +197,7 @@ class _Read:
         return float((self.sum - own).abs()) <= _EQUAL * self.scale
 
 
-def _reads(run: Run, normed: Sequence[Normed]) -> list[_Read]:
+def _reads(run: Recording, normed: Sequence[Normed]) -> list[_Read]:
     outputs = [x for x in tree_flatten(run.outputs)[0] if isinstance(x, Tensor) and x.is_floating_point()]
     given: list[tuple[Call | None, Tensor]] = [(None, x) for x in outputs]
     found = []
@@ -218,7 +218,7 @@ def _reads(run: Run, normed: Sequence[Normed]) -> list[_Read]:
 
 
 def _gain(
-    run: Run, parameters: Mapping[str, nn.Parameter], module: nn.Module, normed: list[Normed], read: list[_Read]
+    run: Recording, parameters: Mapping[str, nn.Parameter], module: nn.Module, normed: list[Normed], read: list[_Read]
 ) -> list[Gain] | str:
     """What to try, the most first; why nothing, if a gain cannot be merged, and nothing if it is neutral."""
     keys, name = {id(each) for each in normed}, normed[0].gains[0]
@@ -247,7 +247,7 @@ def _gain(
 
 
 def _why_not(
-    run: Run, parameters: Mapping[str, nn.Parameter], gain: Gain, read: list[_Read], normed: list[Normed]
+    run: Recording, parameters: Mapping[str, nn.Parameter], gain: Gain, read: list[_Read], normed: list[Normed]
 ) -> str:
     """Why the layers in which its result is found are not what alone reads it."""
     if not all(each.is_of(normed) for each in read if each.call is not None):
@@ -260,7 +260,7 @@ def _why_not(
 
 
 def _why_not_alone(
-    run: Run, parameters: Mapping[str, nn.Parameter], gain: Gain, read: list[_Read], over: Collection[str]
+    run: Recording, parameters: Mapping[str, nn.Parameter], gain: Gain, read: list[_Read], over: Collection[str]
 ) -> str:
     """Why what would change with the gain has other uses."""
     names = [gain.gain, gain.shift, *(name for r in gain.readers for name in (r.tensor, r.bias))]
@@ -278,7 +278,7 @@ def _why_not_alone(
     return f"{listing(idle)} had no part in the run, and may read it" if idle else ""
 
 
-def not_run(run: Run, parameters: Mapping[str, nn.Parameter], channels: int, over: Collection[str]) -> list[str]:
+def not_run(run: Recording, parameters: Mapping[str, nn.Parameter], channels: int, over: Collection[str]) -> list[str]:
     """Weights of so many channels that no function took, but of modules whose only call was over before."""
     return [n for n, p in parameters.items() if p.ndim > 1 and channels in p.shape and n not in run.used
             and (n.rpartition(".")[0] not in over or run.began[n.rpartition(".")[0]] > 1)]  # fmt: skip

@@ -124,7 +124,7 @@ class Normed:
 
 
 @dataclass
-class Run:
+class Recording:
     """What was recorded, in the order of execution.
 
     Attributes:
@@ -157,7 +157,7 @@ class Recorder(Products):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.run = Run(parameters=dict(model.named_parameters(remove_duplicate=False)))
+        self.run = Recording(parameters=dict(model.named_parameters(remove_duplicate=False)))
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in model.named_parameters() if p.numel()}
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
@@ -354,7 +354,7 @@ class Recorder(Products):
         return (y if whole is None else whole, *result[1:])
 
 
-def record(model: nn.Module, example: Any) -> Run:
+def record(model: nn.Module, example: Any) -> Recording:
     """Run a model in evaluation mode on its twin, and record it."""
     with evaluating(model) as plain, torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as ends:
         ends.enter_context(sdpa_kernel(SDPBackend.MATH))  # the one with second derivatives

@@ -17,7 +17,7 @@ from gonio.seeding import generator
 from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.gains import not_run
-from gonio.surgery.recording import Call, Normed, Part, Run, record
+from gonio.surgery.recording import Call, Normed, Part, Recording, record
 from gonio.surgery.symmetries import TwinTrial, confirmed
 
 VALUES, STREAM = "values", "stream"
@@ -220,7 +220,7 @@ class _Spaces:
         gains: of their norms.
     """
 
-    def __init__(self, model: nn.Module, run: Run, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, run: Recording, parameters: Mapping[str, nn.Parameter]) -> None:
         self.model, self.run, self.parameters = model, run, parameters
         self.leaves = [*self._layers(), *self._tables(), *self._directly()]
         self._joined: dict[Slot, _Space] = {}

@@ -19,7 +19,7 @@ from gonio.lab.tasks.task import Task
 from gonio.lab.treating.proof import held_out, same_function, scores, study_of
 from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
-from gonio.lab.treating.treatment import Step, Treatment
+from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
 from gonio.measuring.findings.prescriptions import Remedy, prescriptions
 from gonio.measuring.findings.rules import worst_first
@@ -161,7 +161,7 @@ class _Case:
     def __init__(self, model: nn.Module, inputs: _Inputs, apply_unproven: bool) -> None:
         self.model, self.inputs, self.apply_unproven = model, inputs, apply_unproven
         self.before = self.found = inputs.measured(model)
-        self.steps: list[tuple[Step, list[Finding]]] = []
+        self.steps: list[tuple[TreatmentStep, list[Finding]]] = []
         self.edits: list[Edited] = []
         self._scores: list[float | None] = []
         self._retrained: set[tuple[str, int]] = set()  # layers, with the number of edits before
@@ -194,7 +194,7 @@ class _Case:
                 self._retrained.add((path, len(self.edits)))
                 self.steps.append((self._tried(remedy, treats, {"where": [path]}), treats))
             return
-        tried: Step | None = None
+        tried: TreatmentStep | None = None
         for paths in _scopes(remedy, treats, self.found, self.model):
             tried = self._tried(remedy, treats, {"where": paths} if paths else {})
             if tried.verdict == "kept":
@@ -202,10 +202,10 @@ class _Case:
         if tried is not None:
             self.steps.append((tried, treats))
 
-    def _tried(self, remedy: Remedy, treats: list[Finding], scope: Mapping[str, Any]) -> Step:
+    def _tried(self, remedy: Remedy, treats: list[Finding], scope: Mapping[str, Any]) -> TreatmentStep:
         """One attempt; what is not proved is undone."""
         options: dict[str, Any] = {**remedy.options, **scope}
-        step = Step(remedy.verb, options, _codes(treats), "not applied", "", cannot=remedy.cannot)
+        step = TreatmentStep(remedy.verb, options, _codes(treats), "not applied", "", cannot=remedy.cannot)
         exact = remedy.proof == "same function"
         if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
             return replace(step, proof="not provable without data: pass a task, or a batch with apply_unproven")
@@ -280,7 +280,8 @@ def _reported(found: Measurements) -> Treatment:
             named.setdefault(str(remedy), (remedy, []))[1].append(finding)
     ordered = sorted(named.values(), key=lambda each: _PLACES[each[0].verb])
     steps = [
-        Step(r.verb, dict(r.options), _codes(treats), "not applied", why, cannot=r.cannot) for r, treats in ordered
+        TreatmentStep(r.verb, dict(r.options), _codes(treats), "not applied", why, cannot=r.cannot)
+        for r, treats in ordered
     ]
     none = tuple((f, prescriptions()[f.code].none) for f in found.findings if prescriptions()[f.code].none)
     return Treatment(found.source, found, found, tuple(steps), none)

@@ -22,7 +22,7 @@ HEAD = ("treatment", "for", "verdict", "why", "not repaired by it")
 
 
 @dataclass(frozen=True)
-class Step:
+class TreatmentStep:
     """One treatment that was prescribed.
 
     Attributes:
@@ -72,13 +72,13 @@ class Treatment:
     source: str
     before: Measurements
     after: Measurements
-    steps: tuple[Step, ...]
+    steps: tuple[TreatmentStep, ...]
     untreated: tuple[tuple[Finding, str], ...]
     model: nn.Module | None = None
     edits: tuple[Edited, ...] = field(default=(), compare=False)
 
     @property
-    def kept(self) -> tuple[Step, ...]:
+    def kept(self) -> tuple[TreatmentStep, ...]:
         """The steps that are in force in `model`."""
         return tuple(step for step in self.steps if step.verdict == "kept")
 
