@@ -21,7 +21,8 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
-from gonio.measuring.findings.rules import Finding, findings_of
+from gonio.measuring.findings.model_rules import findings_of
+from gonio.measuring.findings.rules import Finding
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.live import SECONDS, LivePage, checked_page

@@ -8,7 +8,8 @@ from torch import nn
 
 from gonio.measuring import Finding, Measurements
 from gonio.measuring.figures.signals import Signal
-from gonio.measuring.findings.rules import LEVELS, dead_layers, out_of_scale, stale, trained_without_statistics
+from gonio.measuring.findings.model_rules import dead_layers, out_of_scale, stale, trained_without_statistics
+from gonio.measuring.findings.rules import LEVELS
 from gonio.surgery.calibrate import can_act
 from gonio.surgery.facts import WEIGHTED, facts_of
 

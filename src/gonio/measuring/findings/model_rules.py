@@ -1,0 +1,212 @@
+"""The rules on a whole model: on its norms, its training and its signal, and on a matrix among its siblings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod, sqrt
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gonio.errors import listing
+from gonio.measuring.exports import counted
+from gonio.measuring.figures.signals import Signal
+from gonio.measuring.figures.structure import ModelFacts, NormUse
+from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.findings.rules import (
+    ADVICE,
+    SIBLING_RULES,
+    WEIGHT_RULES,
+    Finding,
+    findings_by,
+    rule,
+    worst_first,
+)
+from gonio.measuring.findings.siblings import AmongSiblings, places
+from gonio.measuring.reading.entry import FACTOR, LOW_RANK
+from gonio.messages import say
+
+
+def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None) -> tuple[Finding, ...]:
+    """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
+    made = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
+    judged = [t for t in tensors if t.frobenius is not None and t.kind not in (FACTOR, LOW_RANK)]
+    placed = places((t.name, t.shape, t.frobenius or 0.0) for t in judged)
+    made += findings_by(SIBLING_RULES, ((placed[t.name], t.path) for t in judged if t.name in placed))
+    return worst_first([*made, *(findings_by(ADVICE, [(facts, "")]) if facts is not None else ())])
+
+
+SMALL = 8  # samples, below which [Wu and He 2018, table 2] sees batch normalisation fail
+
+
+@rule("G709", SIBLING_RULES)
+def _unlike_siblings(place: AmongSiblings) -> str | None:
+    return place.found if place.ratio else None  # a layer that is 0 is G101
+
+
+def _listed(norms: list[NormUse]) -> str:
+    return listing([norm.path or say("the model") for norm in norms], limit=3)
+
+
+@rule("G401", ADVICE)
+def _small_batches(facts: ModelFacts) -> str | None:
+    batch = facts.training.batch
+    norms = [norm for norm in facts.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
+    return (
+        say("batch norms compute statistics over {batch} samples: {norms}", batch=batch, norms=_listed(norms))
+        if norms
+        else None
+    )
+
+
+@rule("G402", ADVICE)
+def _last_batch(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.averages_over_batches and norm.samples(facts.training.last) < 2]
+    if not norms:
+        return None
+    raising = [norm for norm in norms if norm.positions == 1]
+    unknown = [norm for norm in norms if norm.positions is None and isinstance(norm.module, nn.BatchNorm1d)]
+    said = say("the last batch of an epoch has a single sample; batch norms: {norms}", norms=_listed(norms))
+    if raising:
+        return say(
+            "{said}; training will raise an error there: {raising} get one value per channel",
+            said=said,
+            raising=_listed(raising),
+        )
+    return (
+        say(
+            "{said}; training will raise an error if the inputs of {unknown} are (N, C)",
+            said=said,
+            unknown=_listed(unknown),
+        )
+        if unknown
+        else said
+    )
+
+
+@rule("G403", ADVICE)
+def _single_values(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.values == 1]
+    return (
+        say("each statistic is over one value, so that the input is lost: {norms}", norms=_listed(norms))
+        if norms
+        else None
+    )
+
+
+@rule("G404", ADVICE)
+def _several_uses(facts: ModelFacts) -> str | None:
+    reused = [norm for norm in facts.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
+    uses = [say("{value} ({calls} times)", value=norm.path or say("the model"), calls=norm.calls) for norm in reused]
+    return (
+        say("several calls per forward share running statistics: {uses}", uses=listing(uses, limit=3)) if uses else None
+    )
+
+
+@rule("G405", ADVICE)
+def _decayed(facts: ModelFacts) -> str | None:
+    free = facts.decayed
+    if not free:
+        return None
+    return say(
+        "weight decay acts on {weights} whose scale has no effect: {list}",
+        weights=counted(len(free), "weight"),
+        list=listing(list(free), limit=3),
+    )
+
+
+@rule("G406", ADVICE)
+def _recomputed(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
+    return say("activation checkpointing runs them twice per batch: {norms}", norms=_listed(norms)) if norms else None
+
+
+@rule("G407", ADVICE)
+def _constant(facts: ModelFacts) -> str | None:
+    paths = [path or say("the model") for path in facts.constant]
+    return (
+        say("the output is the same for every input: the weight of {paths} is 0", paths=listing(paths, limit=3))
+        if paths
+        else None
+    )
+
+
+@rule("G408", ADVICE)
+def _dead_units(facts: ModelFacts) -> str | None:
+    found = [
+        say("{path} ({dead} of {units})", path=s.path or say("the model"), dead=s.dead_units, units=s.units)
+        for s in dead_layers(facts.signals)
+    ]
+    return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
+
+
+def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
+    """The layers most of whose units are 0 on the whole batch."""
+    found, before = [], 0.0
+    for signal in signals:
+        share = signal.dead_units / max(1, signal.units)
+        many = signal.dead_units >= signal.units / 2 + 2 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
+        if many and share != before and signal.branch == "":  # an equal share is that of the layer before
+            found.append(signal)
+        before = share
+    return found
+
+
+_FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
+
+
+@rule("G409", ADVICE)
+def _out_of_scale(facts: ModelFacts) -> str | None:
+    norms = {norm.path for norm in facts.norms}
+    sizes = ((s.path, out_of_scale(s, norm=s.path in norms, weighted=s.path in facts.weighted)) for s in facts.signals)
+    found = [f"{path or 'the model'} (× {size:.3g})" for path, size in sizes if size is not None]
+    if not found:
+        return None
+    return say("the output is far larger or smaller than the input: {found}", found=listing(found, limit=3))
+
+
+def out_of_scale(signal: Signal, *, norm: bool, weighted: bool) -> float | None:
+    """The output of a norm, or that of a weighted layer over its input, if it is far from those of healthy networks."""
+    size = signal.rms if norm else signal.gain if weighted else None  # a norm's input counts as of unit size
+    far = size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR))
+    return size if far else None
+
+
+def stale(signal: Signal) -> bool:
+    """Whether a norm's running statistics are not those of the batch."""
+    values = prod(signal.shape) / max(1, signal.units)
+    least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
+    return signal.train_eval_gap is not None and signal.train_eval_gap > least
+
+
+@rule("G410", ADVICE)
+def _stale(facts: ModelFacts) -> str | None:
+    gaps = [(signal, signal.train_eval_gap) for signal in facts.signals if stale(signal)]
+    found = [
+        say("{value} ({gap:.2g} standard deviations)", value=signal.path or say("the model"), gap=gap)
+        for signal, gap in gaps
+    ]
+    if not found:
+        return None
+    return say("the output differs from that in training mode on this batch: {found}", found=listing(found, limit=3))
+
+
+@rule("G411", ADVICE)
+def _forgotten(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if norm.has_statistics and trained_without_statistics(norm.module)]
+    return say("running statistics are at their initial values: {norms}", norms=_listed(norms)) if norms else None
+
+
+def trained_without_statistics(norm: nn.Module) -> bool:
+    """Whether the statistics are those of the start, and both gains and shifts have been trained.
+
+    Initialisations draw gains (DCGAN: N(1, 0.02)), but leave shifts alike.
+    """
+    names = ("running_mean", "running_var", "weight", "bias")
+    state = dict(norm.named_buffers(recurse=False)) | dict(norm.named_parameters(recurse=False))
+    mean, var, gain, shift = (
+        t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in map(state.get, names)
+    )
+    unequal = all(bool((t != t.flatten()[0]).any()) for t in (gain, shift))
+    return unequal and not bool(mean.any()) and not bool((var != 1).any())
