@@ -84,7 +84,7 @@ def measure(
         return
     suppressing = suppression(config, ignore or [])
     how |= {"batch": _example(first, batch), "base": None if base is None else read_source(base, seed=seed)}
-    figures: list[Literal["operator_norm", "quantisation"]] = [figure.value for figure in also or []]
+    figures: list[Literal["operator_norm", "quantisation", "blocks"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
         found = measuring.measure(first, extra_figures=figures, deep=deep, progress=update, **how)
     if suppressing is not None:

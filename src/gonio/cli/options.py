@@ -76,6 +76,7 @@ class Figure(StrEnum):
 
     operator_norm = "operator_norm"
     quantisation = "quantisation"
+    blocks = "blocks"
 
 
 Source = Annotated[

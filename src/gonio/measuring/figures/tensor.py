@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ExtraFigures = Collection[Literal["operator_norm", "quantisation"]]
-EXTRA_FIGURES = ("operator_norm", "quantisation")  # figures measured on request
+ExtraFigures = Collection[Literal["operator_norm", "quantisation", "blocks"]]
+EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured on request
 _GROUPS = (128, 32)  # entries that share a scale
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
