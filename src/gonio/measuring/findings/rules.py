@@ -173,8 +173,7 @@ class Suppressed:
         count = len(self.findings)
         said = [say("{findings} suppressed by {by}", findings=counted(count, "finding"), by=self.by)] if count else []
         if self.unmatched:
-            names = joined(self.unmatched)
-            said.append(say("Not found, though {by} suppresses it: {names}.", by=self.by, names=names))
+            said.append(say("Not found, though {by} suppresses it: {names}.", by=self.by, names=joined(self.unmatched)))
         return tuple(said)
 
 
@@ -200,8 +199,9 @@ def render_findings(findings: Sequence[Finding], more: Iterable[Text] = ()) -> I
         seen[kind] += 1
         said = f"{plain(f.path) or local('the model')}: {plain(local(f.found))}"
         if seen[kind] == PLACES + 1 < places[kind]:
-            left = counted(places[kind] - PLACES, "more place")
-            said = local(say("{more}, which the page and the JSON list", more=left))
+            said = local(
+                say("{more}, which the page and the JSON list", more=counted(places[kind] - PLACES, "more place"))
+            )
         elif seen[kind] > PLACES and places[kind] > PLACES + 1:
             continue
         lines.append(Text.assemble((f"{local(f.level):5} {f.code}", _TONES[f.level]), f"  {said}"))
@@ -274,10 +274,8 @@ def _rate(code: str) -> Message:
     if code not in measured_rates()["random"]["rules"]:
         return say("not measured; the threshold is a choice.")
     said = []
-    for name, models in (
-        ("random", say("randomly initialised models")),
-        ("trained", say("trained networks")),
-    ):
+    named = {"random": say("randomly initialised models"), "trained": say("trained networks")}
+    for name, models in named.items():
         rates = measured_rates()[name]
         seen = rates["rules"][code]
         said.append(
