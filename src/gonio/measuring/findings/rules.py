@@ -87,11 +87,10 @@ def rule_texts() -> Mapping[str, RuleText]:
     import yaml  # only a finding or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
-    rules = yaml.safe_load(content).items()
     plainly = ("level", "source")  # a name that code compares, and a reference
     return {
         code: RuleText(**{name: said if name in plainly else fixed(said) for name, said in text.items()})
-        for code, text in rules
+        for code, text in yaml.safe_load(content).items()
     }
 
 
@@ -264,13 +263,8 @@ def _rate(code: str) -> Message:
     """On random and on trained models, or on cases that are in order, each with the upper end of its interval."""
     seen = measured_rates()["cases"].get(code)
     if seen is not None:
-        return say(
-            "{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).",
-            alarms=seen["alarms"],
-            cases=seen["cases"],
-            of=fixed(seen["of"]),
-            upper=100 * seen["upper"],
-        )
+        told = {"alarms": seen["alarms"], "cases": seen["cases"], "of": fixed(seen["of"]), "upper": 100 * seen["upper"]}
+        return say("{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).", **told)
     if code not in measured_rates()["random"]["rules"]:
         return say("not measured; the threshold is a choice.")
     said = []
