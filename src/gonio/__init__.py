@@ -85,6 +85,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.surgery import balance_ as balance_
     from gonio.surgery import calibrate_ as calibrate_
     from gonio.surgery import convert_gradually_ as convert_gradually_
+    from gonio.surgery import even_out_ as even_out_
     from gonio.surgery import fold_ as fold_
     from gonio.surgery import init_ as init_
     from gonio.surgery import lsuv_ as lsuv_

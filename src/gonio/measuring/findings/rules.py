@@ -82,11 +82,10 @@ def rule_texts() -> Mapping[str, RuleText]:
     import yaml  # only a finding or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
-    rules = yaml.safe_load(content).items()
     plainly = ("level", "source")  # a name that code compares, and a reference
     return {
         code: RuleText(**{name: said if name in plainly else fixed(said) for name, said in text.items()})
-        for code, text in rules
+        for code, text in yaml.safe_load(content).items()
     }
 
 
@@ -168,8 +167,7 @@ class Suppressed:
         count = len(self.findings)
         said = [say("{findings} suppressed by {by}", findings=counted(count, "finding"), by=self.by)] if count else []
         if self.unmatched:
-            names = joined(self.unmatched)
-            said.append(say("Not found, though {by} suppresses it: {names}.", by=self.by, names=names))
+            said.append(say("Not found, though {by} suppresses it: {names}.", by=self.by, names=joined(self.unmatched)))
         return tuple(said)
 
 
@@ -186,8 +184,9 @@ def render_findings(findings: Sequence[Finding], more: Iterable[Text] = ()) -> I
         seen[kind] += 1
         said = f"{plain(f.path) or local('the model')}: {plain(local(f.found))}"
         if seen[kind] == PLACES + 1 < places[kind]:
-            left = counted(places[kind] - PLACES, "more place")
-            said = local(say("{more}, which the page and the JSON list", more=left))
+            said = local(
+                say("{more}, which the page and the JSON list", more=counted(places[kind] - PLACES, "more place"))
+            )
         elif seen[kind] > PLACES and places[kind] > PLACES + 1:
             continue
         lines.append(Text.assemble((f"{local(f.level):5} {f.code}", _TONES[f.level]), f"  {said}"))
@@ -250,20 +249,13 @@ def _rate(code: str) -> Message:
     """On random and on trained models, or on cases that are in order, each with the upper end of its interval."""
     seen = measured_rates()["cases"].get(code)
     if seen is not None:
-        return say(
-            "{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).",
-            alarms=seen["alarms"],
-            cases=seen["cases"],
-            of=fixed(seen["of"]),
-            upper=100 * seen["upper"],
-        )
+        told = {"alarms": seen["alarms"], "cases": seen["cases"], "of": fixed(seen["of"]), "upper": 100 * seen["upper"]}
+        return say("{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).", **told)
     if code not in measured_rates()["random"]["rules"]:
         return say("not measured; the threshold is a choice.")
     said = []
-    for name, models in (
-        ("random", say("randomly initialised models")),
-        ("trained", say("trained networks")),
-    ):
+    named = {"random": say("randomly initialised models"), "trained": say("trained networks")}
+    for name, models in named.items():
         rates = measured_rates()[name]
         seen = rates["rules"][code]
         said.append(
