@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -119,18 +119,18 @@ class _Moments:
     """Of the outputs u of each filter without its bias, and of the sums S of the inputs that it reads, in float64."""
 
     count: int = 0
-    sums: Tensor | None = None  # of u, S, u², uS, S²
+    sums: Tensor = field(default_factory=lambda: torch.zeros(()))  # of u, S, u², uS, S²
 
     def add(self, u: Tensor, s: Tensor) -> None:
         u, s = (each.double().transpose(0, 1).flatten(1) for each in (u, s))
         self.count += u.shape[1]
         new = torch.stack([each.sum(1) for each in (u, s, u * u, u * s, s * s)])
-        self.sums = new if self.sums is None else self.sums + new
+        self.sums = self.sums.to(new) + new
 
     @property
     def figures(self) -> tuple[Tensor, ...]:
         """Means of u and S, variance of u, covariance, variance of S."""
-        u, s, uu, us, ss = self.sums / self.count  # type: ignore[operator]
+        u, s, uu, us, ss = (self.sums / max(1, self.count)).unbind()
         unbiased = self.count / max(1, self.count - 1)  # as the stored variances are
         return u, s, unbiased * (uu - u * u), unbiased * (us - u * s), unbiased * (ss - s * s)
 
@@ -143,7 +143,7 @@ def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
         ones.weight.fill_(1.0)  # type: ignore[operator]
         for each in (own, ones):
             if each.bias is not None:
-                each.bias.zero_()  # type: ignore[operator,union-attr]
+                each.bias.zero_()  # type: ignore[operator]
         moments.add(own.forward(inputs[0]), ones.forward(inputs[0]))
 
     with evaluating(model) as plain, torch.no_grad(), plain.get_submodule(path).register_forward_hook(add):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -40,7 +41,7 @@ _RETRAINED = 4  # layers at most
 # statistics behind them are the old ones, and of others after new statistics. Verbs that keep the function come last,
 # because they would hide where a damage is.
 _ORDER = (
-    "match_statistics_", "even_out_", "retrain_ named", "calibrate_", "shrink_intruders_", "retrain_", "balance_",
+    "match_statistics_", "shrink_intruders_", "even_out_", "retrain_ named", "calibrate_", "retrain_", "balance_",
     "recycle_",
 )  # fmt: skip
 _HIDING = ("calibrate_", "even_out_")  # new statistics and guesses end findings that are not wholly repaired
@@ -123,6 +124,11 @@ class _Inputs:
             return found
         return replace(found, findings=worst_first([*found.findings, *measure(self.base, model).findings]))
 
+    @cached_property
+    def data(self) -> str:
+        """The digest of the task's data."""
+        return "" if self.task is None else self.task.digest()
+
     @property
     def example(self) -> Any:
         """The batch to measure with; None if there is none."""
@@ -204,7 +210,7 @@ class _Case:
         if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
             return replace(step, proof="not provable without data: pass a task, or a batch with apply_unproven")
         untreated = copy.deepcopy(self.model) if exact else None
-        if self.inputs.task is not None and not self._scores:
+        if not exact and self.inputs.task is not None and not self._scores:
             self._scores = scores(self.model, self.inputs.task)
         try:
             edit = _VERBS[remedy.verb](self.model, self.inputs, options)
@@ -219,7 +225,7 @@ class _Case:
         if not exact and self.inputs.task is not None:
             now = scores(self.model, self.inputs.task)
             done = {"verb": remedy.verb, "options": options}
-            results = study_of(self.inputs.task, self.before.source, done, self._scores, now)
+            results = study_of(self.inputs.task, self.inputs.data, self.before.source, done, self._scores, now)
         if harm:
             proved, proof = None, harm
         elif untreated is not None:

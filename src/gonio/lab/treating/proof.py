@@ -51,9 +51,12 @@ def scores(model: nn.Module, task: Task) -> list[float | None]:
 
 
 def study_of(
-    task: Task, source: str, step: dict[str, Any], before: list[float | None], after: list[float | None]
+    task: Task, data: str, source: str, step: dict[str, Any], before: list[float | None], after: list[float | None]
 ) -> Results:
-    """The study of one step: the untreated model is the baseline, the treated one the recipe, a block a seed."""
+    """The study of one step: the untreated model is the baseline, the treated one the recipe, a block a seed.
+
+    `data`: the digest of the task's data.
+    """
     name = str(step["verb"])
     digest = hashlib.sha256(json.dumps(step, sort_keys=True).encode()).hexdigest()
     plan = StudyPlan(
@@ -66,7 +69,7 @@ def study_of(
         direction=task.metric.direction,
         unit=task.metric.unit,
         splits={each: len(split) for each, split in task.splits.items()},
-        data=task.digest(),
+        data=data,
         sesoi=task.sesoi,
         worst=task.metric.worst,
         notes=(_NOTE, f"The treatment: {json.dumps(step)}."),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from gonio.measuring import Finding, Measurements
+from gonio.measuring.figures.signals import Signal
 from gonio.measuring.findings.rules import LEVELS, dead_layers, out_of_scale, stale, trained_without_statistics
 from gonio.surgery.calibrate import can_act
 from gonio.surgery.facts import WEIGHTED, facts_of
@@ -63,7 +64,7 @@ def _named(finding: Finding, found: Measurements, model: nn.Module) -> list[str]
     return list(dict.fromkeys(path for paths in found_in for path in paths))
 
 
-def _before(path: str, signals: list, modules: dict[str, nn.Module]) -> list[str]:  # type: ignore[type-arg]
+def _before(path: str, signals: Sequence[Signal], modules: Mapping[str, nn.Module]) -> list[str]:
     """The last layer with parameters that ran before another one."""
     ran = [signal.path for signal in signals]
     earlier = ran[: ran.index(path)] if path in ran else []

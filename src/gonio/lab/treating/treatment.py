@@ -84,7 +84,7 @@ class Treatment:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The kept steps as data: verbs of :mod:`gonio.surgery` with their options, in order."""
+        """The kept steps as data: verbs of `gonio.surgery`, or `gonio.lab.retrain_`, with their options."""
         steps = [{"verb": step.verb, "options": dict(step.options), "for": list(step.codes)} for step in self.kept]
         return {"schema": SCHEMA, "steps": steps}
 
