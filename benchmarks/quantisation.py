@@ -54,6 +54,7 @@ class Data:
     classes: int
     train: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
     held: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    calibration: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(**{self.argument: x}).logits.flatten(0, -2), y.flatten())
@@ -75,7 +76,8 @@ def characters(file: Path) -> Data:
         pieces = torch.stack([part[start : start + LENGTH + 1] for start in starts])
         return pieces[:, :-1], pieces[:, 1:]
 
-    return Data("input_ids", len(letters) + 1, partial(batch, codes[:cut]), partial(batch, codes[cut:]))
+    train, held = partial(batch, codes[:cut]), partial(batch, codes[cut:])
+    return Data("input_ids", len(letters) + 1, train, held, train)
 
 
 def digits() -> Data:
@@ -88,7 +90,8 @@ def digits() -> Data:
         chosen = torch.randint(len(x[rows]), (count,), generator=random)
         return x[rows][chosen], y[rows][chosen]
 
-    return Data("pixel_values", 10, partial(batch, slice(1200)), partial(batch, slice(1200, None)))
+    # what the network was trained on, it knows by heart
+    return Data("pixel_values", 10, *(partial(batch, slice(*ends)) for ends in ((0, 1200), (1500, None), (1200, 1500))))
 
 
 def fresh(name: str, classes: int) -> nn.Module:
@@ -142,7 +145,7 @@ def trained(name: str, data: Data, folder: Path) -> nn.Module:
 @torch.no_grad()
 def moved_scales(model: nn.Module, example: Any) -> None:
     """Random factors of channels, from value to output, query to key, and up to down where the activation allows it."""
-    found = block_symmetries(model, example, per_unit=True, traced=False, taken=frozenset())
+    found = block_symmetries(model, example, traced=False, taken=frozenset())
     random, factors = torch.Generator().manual_seed(1), Factors(found.parameters)
     for each in found.symmetries:
         drawn = torch.randn(each.units, generator=random, dtype=torch.float64)
@@ -243,7 +246,7 @@ class Judge:
     def __init__(self, data: Data) -> None:
         random = torch.Generator().manual_seed(5)
         count = 64 if data.argument == "input_ids" else 384
-        self.data, self.held, self.calibration = data, data.held(count, random), data.train(count // 2, random)
+        self.data, self.held, self.calibration = data, data.held(count, random), data.calibration(count // 2, random)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, *, held: bool = True) -> float:
@@ -282,10 +285,11 @@ def cost(cell: dict[str, Any], loss: float) -> float:
 
 
 def kept(cell: dict[str, Any]) -> tuple[str, float]:
-    """The way of the least loss on calibration data, if it halves what rounding costs there, and its held-out loss."""
+    """The way of the least loss on calibration data, if rounding costs something there and it is halved; its loss."""
     tried = [(loss, way, number) for way, losses in cell["seen"].items() for number, loss in enumerate(losses)]
     least, way, number = min(tried)
-    halves = least - cell["seen float"] < 0.5 * (cell["seen"][""][0] - cell["seen float"])
+    plain, exact = cell["seen"][""][0], cell["seen float"]
+    halves = plain / exact - 1 > MARGIN and least - exact < 0.5 * (plain - exact)
     return (way, cell["losses"][way][number]) if halves else ("", cell["losses"][""][0])
 
 

