@@ -98,7 +98,8 @@ bench: $(VENV)/.bench
 
 # Run the pages and write the outputs and tables that they show anew; docs/zh/start.md repeats those of docs/start.md.
 docs: $(VENV)/.dev
-	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md ../docs/methods/*.md ../docs/gallery/*.md
+	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md ../docs/methods/*.md ../docs/gallery/*.md \
+		../docs/zh/commands.md
 	$(BIN)/python docs/build_claims.py
 	$(BIN)/python docs/build_methods.py
 	$(BIN)/python docs/build_sources.py

@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 import gonio
 from benchmarks.results import path_of
+from gonio.errors import NoMatchError
 from gonio.geometry import fake_quantize
 from gonio.surgery.gains import gains_of
 from gonio.surgery.symmetries import Factors, block_symmetries
@@ -35,7 +37,7 @@ from gonio.surgery.turns import STREAM, keeping_mean, turns_of
 
 RESULT = path_of("quantisation")
 WIDTH, LAYERS, HEADS, LENGTH, BATCH, STEPS, RATE = 128, 2, 4, 64, 16, 600, 3e-3
-SEEDS = 3
+SEEDS = 2
 FORMATS: dict[str, Any] = {"one scale per tensor": "tensor", "per channel": "channel", "per 32 entries": 32}
 SPREAD, LARGE, CHANNELS = 2.0, 16.0, 4  # of the planted outliers
 MARGIN = 0.02  # what rounding may cost of the loss before anything is to be regained
@@ -173,8 +175,8 @@ def principal_axes(model: nn.Module, example: Any) -> None:
         free = keeping_mean(torch.eye(each.size - 1)) if each.keeps_mean else torch.eye(each.size).double()
         axes = torch.linalg.svd((rows @ free)[:, int(each.keeps_mean) :], full_matrices=False)[2]
         turn = keeping_mean(axes) if each.keeps_mean else axes
-        for name, value in each.values(found.parameters, [turn]).items():
-            found.parameters[name].copy_(value)
+        for name in each.tensors:
+            found.parameters[name].copy_(each.turned(name, found.parameters[name], [turn]))
 
 
 PLANTS: dict[str, tuple[Callable[[nn.Module, Any], None], ...]] = {
@@ -189,30 +191,30 @@ PLANTS: dict[str, tuple[Callable[[nn.Module, Any], None], ...]] = {
 # --- what is done before ----------------------------------------------------------------------------------------------
 
 
-def balanced(model: nn.Module, example: Any, seed: int) -> None:
-    gonio.balance_(model, example=example)
+WAYS = ("balance_", "fold_", "fold_, rotate_", "all three")
 
 
-def folded(model: nn.Module, example: Any, seed: int) -> None:
-    gonio.fold_(model, example=example, gains=True)
+def changed(model: nn.Module, verb: str, example: Any, seed: int = 0) -> nn.Module:
+    """A copy that a verb changed."""
+    model = copy.deepcopy(model)
+    if verb == "balance_":
+        gonio.balance_(model, example=example)
+    elif verb == "fold_":
+        with suppress(NoMatchError):  # of gains that are neutral already
+            gonio.fold_(model, example=example, gains=True)
+    else:
+        gonio.rotate_(model, example=example, seed=seed)
+    return model
 
 
-def turned(model: nn.Module, example: Any, seed: int) -> None:
-    folded(model, example, seed)
-    gonio.rotate_(model, example=example, seed=seed)
-
-
-def all_of_them(model: nn.Module, example: Any, seed: int) -> None:
-    balanced(model, example, seed)
-    turned(model, example, seed)
-
-
-WAYS: dict[str, Callable[[nn.Module, Any, int], None]] = {
-    "balance_": balanced,
-    "fold_": folded,
-    "fold_, rotate_": turned,
-    "all three": all_of_them,
-}
+def ways_of(model: nn.Module, example: Any) -> dict[str, list[nn.Module]]:
+    """The model as it is, and behind the verbs; with turns, one for each seed."""
+    balanced, folded = (changed(model, verb, example) for verb in ("balance_", "fold_"))
+    turned, every = (
+        [changed(each, "rotate_", example, seed) for seed in range(SEEDS)]
+        for each in (folded, changed(balanced, "fold_", example))
+    )
+    return {"": [model], **dict(zip(WAYS, ([balanced], [folded], turned, every), strict=True))}
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
@@ -240,7 +242,7 @@ class Judge:
 
     def __init__(self, data: Data) -> None:
         random = torch.Generator().manual_seed(5)
-        count = 128 if data.argument == "input_ids" else 1024
+        count = 64 if data.argument == "input_ids" else 384
         self.data, self.held, self.calibration = data, data.held(count, random), data.train(count // 2, random)
 
     @torch.no_grad()
@@ -248,11 +250,12 @@ class Judge:
         return float(self.data.loss(model, *(self.held if held else self.calibration)))
 
 
-def cells(name: str, data: Data, folder: Path) -> dict[str, Any]:
-    """For each plant, format and way the loss, and which way is kept by its loss on calibration data."""
+def measure(name: str, data: Data, folder: Path, found: dict[str, Any]) -> Iterator[None]:
+    """For each plant, format and way the losses on held-out and on calibration data, of each seed."""
     plain, judge, example = trained(name, data, folder), Judge(data), data.example
-    found: dict[str, Any] = {}
     for plant, changes in PLANTS.items():
+        if f"{plant} | {next(iter(FORMATS))}" in found:
+            continue
         steps = [copy.deepcopy(plain)]
         for change in changes:
             steps.append(copy.deepcopy(steps[-1]))
@@ -260,20 +263,14 @@ def cells(name: str, data: Data, folder: Path) -> dict[str, Any]:
         if any(all(map(torch.equal, a.parameters(), b.parameters())) for a, b in pairwise(steps)):
             continue  # the model takes no such outliers
         model = steps[-1]
-        ways: dict[str, list[nn.Module]] = {"": [model]}
-        for way, act in WAYS.items():
-            ways[way] = []
-            for seed in range(1 if way in ("balance_", "fold_") else SEEDS):
-                ways[way].append(copy.deepcopy(model))
-                act(ways[way][-1], example, seed)
+        ways = ways_of(model, example)
         for form, per in FORMATS.items():
             losses = {way: [judge(rounded(m, per)) for m in models] for way, models in ways.items()}
-            chosen = {way: [judge(rounded(m, per), held=False) for m in models] for way, models in ways.items()}
-            kept = min(((min(chosen[way]), way) for way in ways), key=lambda pair: pair[0])[1]
-            best = losses[kept][chosen[kept].index(min(chosen[kept]))]
-            found[f"{plant} | {form}"] = {"float": judge(model), "losses": losses, "kept": kept, "kept loss": best}
-            print(name, plant, form, found[f"{plant} | {form}"], flush=True)
-    return found
+            seen = {way: [judge(rounded(m, per), held=False) for m in models] for way, models in ways.items()}
+            cell = {"float": judge(model), "losses": losses, "seen float": judge(model, held=False), "seen": seen}
+            found[f"{plant} | {form}"] = cell
+        print(name, plant, flush=True)
+        yield
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -284,22 +281,25 @@ def cost(cell: dict[str, Any], loss: float) -> float:
     return loss / cell["float"] - 1
 
 
-def regained(cell: dict[str, Any]) -> float:
-    """The share of the cost that the kept way regains."""
-    plain = cell["losses"][""][0]
-    return (plain - cell["kept loss"]) / (plain - cell["float"])
+def kept(cell: dict[str, Any]) -> tuple[str, float]:
+    """The way of the least loss on calibration data, if it halves what rounding costs there, and its held-out loss."""
+    tried = [(loss, way, number) for way, losses in cell["seen"].items() for number, loss in enumerate(losses)]
+    least, way, number = min(tried)
+    halves = least - cell["seen float"] < 0.5 * (cell["seen"][""][0] - cell["seen float"])
+    return (way, cell["losses"][way][number]) if halves else ("", cell["losses"][""][0])
 
 
 def table(data: dict[str, Any]) -> str:
     """One line per model, outliers and format; costs in percent of the loss, means of the seeds."""
-    head = ["model", "outliers", "scales", "loss", "rounded", *WAYS, "kept", "regained"]
-    lines = [head, ["---", "---", "---", *["--:"] * (len(WAYS) + 2), "---", "--:"]]
+    head = ["model", "outliers", "scales", "loss", "rounded", *WAYS, "kept", "its cost", "regained"]
+    lines = [head, ["---", "---", "---", *["--:"] * (len(WAYS) + 2), "---", "--:", "--:"]]
     for name, found in data["models"].items():
         for key, cell in found.items():
             costs = [cost(cell, statistics.fmean(cell["losses"][way])) for way in ("", *WAYS)]
-            back = f"{regained(cell):.0%}" if costs[0] > MARGIN else "–"
-            shown = [f"+{each:.1%}" if each >= 0 else f"−{-each:.1%}" for each in costs]
-            lines.append([name, *key.split(" | "), f"{cell['float']:.3f}", *shown, cell["kept"] or "as it is", back])
+            way, loss = kept(cell)
+            back = f"{(costs[0] - cost(cell, loss)) / costs[0]:.0%}" if costs[0] > MARGIN else "–"
+            *shown, its = [f"+{each:.1%}" if each >= 0 else f"−{-each:.1%}" for each in (*costs, cost(cell, loss))]
+            lines.append([name, *key.split(" | "), f"{cell['float']:.3f}", *shown, way or "as it is", its, back])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -312,8 +312,9 @@ def main() -> None:
     torch.set_num_threads(1)
     made = json.loads(RESULT.read_text()) if RESULT.exists() else {"torch": torch.__version__, "models": {}}
     for name in options.only:
-        made["models"][name] = cells(name, digits() if name == "ViT" else characters(options.file), options.models)
-        RESULT.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        data = digits() if name == "ViT" else characters(options.file)
+        for _ in measure(name, data, options.models, made["models"].setdefault(name, {})):
+            RESULT.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

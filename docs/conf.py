@@ -11,6 +11,7 @@ from typing import Any
 from docutils import nodes
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
+from sphinx.search.en import SearchEnglish
 from sphinx.writers.html5 import HTML5Translator
 
 import gonio
@@ -113,8 +114,30 @@ def display_math(self: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+class SearchWords(SearchEnglish):
+    """English words; of Chinese, which has no spaces between words, every two neighbouring characters."""
+
+    js_splitter_code = r"""
+var splitQuery = (query) =>
+  (query.match(/[\u4e00-\u9fff]+|(?:(?![\u4e00-\u9fff])[\p{L}\p{N}_])+/gu) ?? []).flatMap((word) =>
+    /[\u4e00-\u9fff]/.test(word) && word.length > 1
+      ? Array.from({ length: word.length - 1 }, (_, i) => word.slice(i, i + 2))
+      : [word]);
+"""
+
+    def split(self, input: str) -> list[str]:
+        """The words of the index; `js_splitter_code` splits what a reader types in the same way."""
+        found = re.findall(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+", input)
+        return [part for word in found for part in (pairs(word) if "\u4e00" <= word[0] <= "\u9fff" else [word])]
+
+
+def pairs(word: str) -> list[str]:
+    return [word[i : i + 2] for i in range(max(len(word) - 1, 1))]
+
+
 def setup(app: Sphinx) -> None:
-    """MathML instead of MathJax: current browsers show it offline, without a script."""
+    """Search in two languages; MathML instead of MathJax: current browsers show it offline, without a script."""
+    app.add_search_language(SearchWords)  # of the whole site, whose language is English
     app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
     app.connect("builder-inited", write_reference)
     app.connect("autodoc-process-docstring", sections_on_one_line, priority=400)  # before napoleon

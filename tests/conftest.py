@@ -1,4 +1,4 @@
-"""What every test shares: one thread (or OMP_NUM_THREADS), fixed seeds, the `slow` marker, a probe of the compiler."""
+"""What every test shares: one thread (or OMP_NUM_THREADS), fixed seeds, what is slow, a probe of the compiler."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is import
 import random
 import signal
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+
+for _name in ("LC_ALL", "LC_MESSAGES", "LANG"):  # what commands print is compared with English
+    if os.environ.get(_name, "").lower().startswith("zh"):
+        os.environ[_name] = "C.UTF-8"
 
 THREADS = int(os.environ["OMP_NUM_THREADS"])
 
@@ -29,6 +34,7 @@ logging.getLogger("torch.__trace").propagate = False  # hundreds of empty record
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes long; run by `make test-slow`, not by `make test`")
+    config.addinivalue_line("markers", "grid(n): of its cases one in n is run, and all by `-k` and `make test-slow`")
     config.addinivalue_line("markers", "matrix(setting): fills cells of docs/matrix.md; recorded by `make matrix`")
     config.addinivalue_line("markers", "cuda: needs a CUDA device; run by `make test-cuda`")
     config.addinivalue_line("markers", "processes: needs several; run by `make distributed`")
@@ -89,6 +95,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests, and those for CUDA, out unless `-m` says which are wanted.
 
+    Of a grid the cases are slow whose name's checksum is not a multiple of n: a sample that does not change, over all
+    of its axes. `-k` wants all of them.
     What several processes found is a fixture named `ranks`, or the test calls `processes.spawned` itself.
     """
     for item in items:
@@ -96,6 +104,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             "ranks" in item.fixturenames or "spawned" in item.function.__code__.co_names
         ):
             item.add_marker("processes")
+        grid = item.get_closest_marker("grid")
+        if grid and not config.option.keyword and zlib.crc32(item.name.encode()) % grid.args[0]:
+            item.add_marker("slow")
     if config.option.markexpr:
         return
     kept: list[pytest.Item] = []

@@ -14,6 +14,7 @@ __version__ = "0.2.0"
 _EXPORTS = {
     "errors": ("GonioError",),
     "lab": ("doctor",),
+    "languages": ("language",),
     "measuring": ("Measurements", "Tracker", "certify", "check", "measure"),
     "optim": ("clip_qk_", "hold_"),
     "penalty": ("Penalty", "param_groups"),
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio import init as init
     from gonio import integrations as integrations
     from gonio import lab as lab
+    from gonio import languages as languages
     from gonio import measuring as measuring
     from gonio import models as models
     from gonio import nn as nn
@@ -65,6 +67,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio import surgery as surgery
     from gonio.errors import GonioError as GonioError
     from gonio.lab.treating.doctor import doctor as doctor
+    from gonio.languages import language as language
     from gonio.measuring import Measurements as Measurements
     from gonio.measuring import Tracker as Tracker
     from gonio.measuring.certificate import certify as certify

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
+from gonio.messages import Message, fixed, joined, say
+
 __all__ = [
     "AlreadyAppliedError",
     "ConfigError",
@@ -64,22 +66,22 @@ def closest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
     return [folded[f] for f in found]
 
 
-def listing(names: Sequence[str], *, limit: int = 12) -> str:
+def listing(names: Sequence[str], *, limit: int = 12) -> Message:
     """Names as one comma-separated phrase, cut at `limit`.
 
     Example:
         >>> listing(["a", "b", "c"], limit=2)
         'a, b and 1 more'
     """
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown = joined(names[:limit])
+    return shown if len(names) <= limit else say("{shown} and {more} more", shown=shown, more=len(names) - limit)
 
 
 class InvalidArgumentError(GonioError, ValueError):
     """An argument has an invalid value."""
 
     def __init__(self, asked: str, found: str, do: str) -> None:
-        super().__init__(f"{asked}; found {found}. {do}")
+        super().__init__(say("{asked}; found {found}. {do}", asked=fixed(asked), found=fixed(found), do=fixed(do)))
 
 
 class UnknownNameError(GonioError, KeyError):
@@ -88,8 +90,11 @@ class UnknownNameError(GonioError, KeyError):
     def __init__(self, kind: str, name: str, known: Iterable[str], *, do: str = "") -> None:
         known = sorted(known)
         near = closest(name, known)
-        hint = do or (f"Did you mean {listing(near)}?" if near else f"Known: {listing(known, limit=40)}.")
-        self.message = f"there is no {kind} named {name!r}. {hint}"
+        hint = do and fixed(do)
+        if not hint and near:
+            hint = say("Did you mean {near}?", near=listing(near))
+        hint = hint or say("Known: {known}.", known=listing(known, limit=40))
+        self.message = say("there is no {kind} named {name!r}. {hint}", kind=fixed(kind), name=name, hint=hint)
         super().__init__(self.message)
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
@@ -100,11 +105,14 @@ class NoMatchError(GonioError, ValueError):
     """A `where` selects no module to which the verb can be applied."""
 
     def __init__(self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
-        found = f"it selects only {listing(refused)}" if refused else "it selects no module"
-        can = f"Suitable modules: {listing(list(candidates))}." if candidates else "The model has no suitable module."
-        near = closest(where, candidates)
-        hint = f" Did you mean {listing(near)}?" if near else ""
-        super().__init__(f"{verb}: where={where} matches no suitable module; {found}. {can}{hint}")
+        found = say("it selects only {refused}", refused=listing(refused)) if refused else say("it selects no module")
+        can = say("The model has no suitable module.")
+        if candidates:
+            can = say("Suitable modules: {names}.", names=listing(list(candidates)))
+        if near := closest(where, candidates):
+            can = joined([can, say("Did you mean {near}?", near=listing(near))], " ")
+        told = {"verb": verb, "where": where, "found": found, "can": can}
+        super().__init__(say("{verb}: where={where} matches no suitable module; {found}. {can}", **told))
 
 
 class AlreadyAppliedError(GonioError, ValueError):
@@ -112,8 +120,13 @@ class AlreadyAppliedError(GonioError, ValueError):
 
     def __init__(self, verb: str, path: str, found: str) -> None:
         super().__init__(
-            f"{verb}: cannot be applied twice to {path!r}; found {found} there already. "
-            f"Undo that edit first, or exclude the module in `where`."
+            say(
+                "{verb}: cannot be applied twice to {path!r}; found {found} there already. "
+                "Undo that edit first, or exclude the module in `where`.",
+                verb=verb,
+                path=path,
+                found=fixed(found),
+            )
         )
 
 
@@ -124,8 +137,15 @@ class NotApplicableError(GonioError, ValueError):
     """
 
     def __init__(self, asked: str, path: str, why: str, do: str, *, action: str = "", kind: str = "") -> None:
-        target = f"{f'layer {path!r}' if action else repr(path)}{f' ({kind})' * bool(kind)}" if path else "the model"
-        super().__init__(f"{asked}: cannot {action or 'be applied to'} {target}{':' if action else ';'} {why}. {do}")
+        of = f" ({kind})" if kind else ""
+        target = say("the model")
+        if path:
+            target = say("layer {path!r}{of}", path=path, of=of) if action else Message(f"{path!r}{of}")
+        told = {"asked": fixed(asked), "target": target, "why": fixed(why), "do": fixed(do)}
+        if action:
+            super().__init__(say("{asked}: cannot {action} {target}: {why}. {do}", action=fixed(action), **told))
+        else:
+            super().__init__(say("{asked}: cannot be applied to {target}; {why}. {do}", **told))
 
 
 class MissingExtraError(GonioError, ImportError):
@@ -137,9 +157,16 @@ class MissingExtraError(GonioError, ImportError):
     def __init__(self, what: str, package: str, extra: str | None) -> None:
         command = f"pip install {package}"
         if extra is not None:  # double quotes, because Windows' own shell takes single ones for a part of the name
-            command = f'pip install "gonio[{extra}]" (in a clone: pip install -e ".[{extra}]")'
+            clone = f'pip install -e ".[{extra}]"'
+            command = say("{command} (in a clone: {clone})", command=f'pip install "gonio[{extra}]"', clone=clone)
         super().__init__(
-            f"{what} needs the package {package!r}, which is not installed. Install it with: {command}", name=package
+            say(
+                "{what} needs the package {package!r}, which is not installed. Install it with: {command}",
+                what=fixed(what),
+                package=package,
+                command=command,
+            ),
+            name=package,
         )
 
 
@@ -163,6 +190,10 @@ def warn_renamed(old: str, new: str, *, since: str) -> None:
     """
     message = f"{old} is deprecated since gonio {since} and goes in the next minor version; use {new}"
     warnings.warn(message, DeprecationWarning, stacklevel=3)
+
+
+def _indented(problem: str) -> Message:
+    return say("  {problem}", problem=fixed(problem))
 
 
 def _first(problems: Sequence[str], count: int = 50) -> list[str]:
@@ -198,8 +229,13 @@ class ConfigError(GonioError, ValueError):
 
     def __init__(self, path: str, problems: Sequence[str]) -> None:
         self.path, self.problems = path, tuple(problems)
-        lines = "\n".join(f"  {problem}" for problem in _first(self.problems))
-        super().__init__(f"the configuration file {path!r} is invalid:\n{lines}\nCorrect the file.")
+        super().__init__(
+            say(
+                "the configuration file {path!r} is invalid:\n{lines}\nCorrect the file.",
+                path=path,
+                lines=joined([*map(_indented, _first(self.problems))], "\n"),
+            )
+        )
 
 
 class UnmatchedRuleError(RecipeError, NoMatchError):
@@ -210,14 +246,16 @@ class StudyError(GonioError):
     """The folder of a study cannot be used: absent, unreadable, or written by a newer version of gonio."""
 
     def __init__(self, path: str, found: str, do: str) -> None:
-        super().__init__(f"study {path!r}: cannot be used; {found}. {do}")
+        super().__init__(
+            say("study {path!r}: cannot be used; {found}. {do}", path=path, found=fixed(found), do=fixed(do))
+        )
 
 
 class StudyLockedError(StudyError):
     """Another process is running the same study."""
 
     def __init__(self, path: str, holder: str) -> None:
-        found = f"{holder} is running it" if holder else "another process is running it"
+        found = say("{holder} is running it", holder=holder) if holder else say("another process is running it")
         super().__init__(path, found, "Wait until that process ends, or use another folder.")
 
 
@@ -242,7 +280,9 @@ class Interrupted(GonioError):
     """The process received SIGTERM; finished runs are stored, and the same command resumes."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what} was interrupted. Finished runs are stored. Rerun the same command to resume.")
+        super().__init__(
+            say("{what} was interrupted. Finished runs are stored. Rerun the same command to resume.", what=fixed(what))
+        )
 
 
 class UnsetStateError(GonioError, RuntimeError):
@@ -294,7 +334,9 @@ class UnreadableFileError(GonioError, ValueError):
     """A file is damaged, of another format than its name says, or contains more than data."""
 
     def __init__(self, path: str, found: str, do: str) -> None:
-        super().__init__(f"file {path!r}: cannot be read; {found}. {do}")
+        super().__init__(
+            say("file {path!r}: cannot be read; {found}. {do}", path=path, found=fixed(found), do=fixed(do))
+        )
 
 
 class UnsoundStateError(GonioError, ValueError):

@@ -45,6 +45,11 @@ def measured() -> str:
     )
 
 
+def chinese() -> str:
+    with gonio.language("zh"):
+        return measured()
+
+
 def moved(seed: int) -> nn.Sequential:
     model, generator = network(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -102,6 +107,7 @@ def treated() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "measurements": measured,
+    "chinese": chinese,
     "differences": lambda: gonio.measure(network(), moved(1)).to_html(),
     "changes": lambda: gonio.measure(network(), moved(1), moved(2)).to_html(),
     "training": lambda: tracked(steps=20).to_html(),

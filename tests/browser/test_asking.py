@@ -64,6 +64,21 @@ def test_search_and_filters_leave_the_rows_that_were_asked_for(page: Any) -> Non
     assert names(page) == everything
 
 
+def test_the_controls_of_a_chinese_page_are_in_chinese(visit: Visit) -> None:
+    page = visit("chinese")
+    assert page.locator("html").get_attribute("lang") == "zh-Hans"
+    search = page.get_by_role("searchbox", name="搜索: 范数与夹角")
+    assert search.get_attribute("placeholder") == "名字、类型或编号"
+    search.fill("head")
+    assert page.locator("#angles [role=status]").inner_text() == "1 / 10 行"
+    search.fill("")
+    page.get_by_role("button", name="警告").click()
+    assert set(names(page)) == set(FLAWED)
+    page.get_by_role("combobox", name="层的类型").select_option("全部类型")
+    page.keyboard.press("/")
+    assert search.evaluate("(box) => box === document.activeElement")
+
+
 def test_a_row_opens_with_all_that_the_page_has_on_it(page: Any) -> None:
     page.locator(f"{FIRST} tbody tr", has_text="body.2").locator("button").click()
     detail = page.locator(".detail")

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
-from benchmarks import gains, other_tools, self_orthogonality_strengths
+from benchmarks import gains, other_tools, quantisation, self_orthogonality_strengths
 
 
 @pytest.mark.parametrize("module", [gains, self_orthogonality_strengths], ids=lambda m: m.__name__)
@@ -58,3 +58,28 @@ def test_the_default_gain_of_init_is_the_one_that_trains_best_in_deep_tanh_netwo
         for depth in (20, 50, 100):
             others = [cells[f"{name} {depth} {kind}"]["accuracy"] for kind in gains.gains_of(name) if kind != "small"]
             assert cells[f"{name} {depth} small"]["accuracy"] > max(others)
+
+
+def test_what_rounding_to_int4_costs_is_regained_and_nothing_gets_worse() -> None:
+    models = json.loads(quantisation.RESULT.read_text(encoding="utf-8"))["models"]
+    assert models.keys() == set(quantisation.MODELS)
+    costly = 0
+    for cell in [cell for found in models.values() for cell in found.values()]:
+        plain, (_, loss) = cell["losses"][""][0], quantisation.kept(cell)
+        assert loss <= plain
+        if quantisation.cost(cell, plain) > quantisation.MARGIN:
+            assert plain - loss >= 0.5 * (plain - cell["float"])
+            costly += 1
+    assert costly > 10
+
+
+def test_a_way_is_kept_where_it_halves_the_cost_on_calibration_data() -> None:
+    cell = {
+        "float": 1.0,
+        "seen float": 1.0,
+        "losses": {"": [1.2], "fold_": [1.1]},
+        "seen": {"": [1.2], "fold_": [1.11]},
+    }
+    assert quantisation.kept(cell) == ("", 1.2)
+    cell["seen"] = {"": [1.2], "fold_": [1.09]}
+    assert quantisation.kept(cell) == ("fold_", 1.1)

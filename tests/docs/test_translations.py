@@ -47,7 +47,7 @@ def test_a_chinese_page_follows_the_english_one(english: str, chinese: str) -> N
     assert blocks[0] == blocks[1], f"{chinese}: other code than {english}"
 
 
-@pytest.mark.parametrize("page", [*PAIRS.values(), "docs/zh/glossary.md", "docs/zh/claims.md"])
+@pytest.mark.parametrize("page", [*PAIRS.values(), "docs/zh/glossary.md", "docs/zh/claims.md", "docs/zh/commands.md"])
 def test_a_chinese_page_is_chinese(page: str) -> None:
     """Every paragraph outside code has Chinese characters, apart from markers and lines of links."""
     text = re.sub(r"^---\n.*?\n---\n", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
@@ -84,3 +84,11 @@ def test_every_method_page_has_the_same_parts() -> None:
     assert tuple(builder_of("build_methods").METHODS) == METHODS
     pages = sorted(page.stem for page in Path(ROOT / "docs" / "methods").glob("*.md"))
     assert pages == sorted(METHODS)
+
+
+def test_the_search_of_the_site_knows_chinese_words() -> None:
+    pytest.importorskip("sphinx")
+    pytest.importorskip("latex2mathml")
+    words = builder_of("conf").SearchWords({})
+    assert words.split("卷积核 align 的G104 层") == ["卷积", "积核", "align", "的", "G104", "层"]
+    assert words.stem("norms") == "norm"

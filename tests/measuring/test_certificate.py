@@ -508,7 +508,35 @@ def test_layers_of_timm_that_have_their_own_forward_are_bounded_tightly(name):
     assert exact <= found.upper <= 1.25 * exact
 
 
-@pytest.mark.parametrize("name", [name for name in OF_TIMM if "Linear" in name or "Conv" in name])
+class Scale(nn.Module):
+    """Vectors as its only parameters: a leaf of the graph, whose own forward is looked into."""
+
+    def __init__(self, offset=0.0, inplace=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([[0.5, -3.0, 2.0, 1.0]]))
+        self.offset, self.change_in_place = offset, inplace
+
+    def forward(self, x):
+        return x.mul_(self.scale) if self.change_in_place else self.scale * x + self.offset
+
+
+class Normalised(Scale):
+    def forward(self, x):
+        return self.scale * x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+
+
+def test_layers_of_unknown_type_are_bounded_by_what_their_forward_calls():
+    x = torch.randn(3, 4)
+    assert gonio.certify(nn.Sequential(nn.Linear(4, 4), Scale(2.0)), x).rows[-1].factor == pytest.approx(3, rel=1e-6)
+    for refused in (Normalised(), Scale(inplace=True)):
+        with pytest.raises(NotApplicableError, match=rf"layer '1' \({type(refused).__name__}\): no Lipschitz constant"):
+            gonio.certify(nn.Sequential(nn.Linear(4, 4), refused), x)
+    doubled = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * F.linear(x, self.weight, self.bias)})(4, 3)
+    exact = 2 * float(torch.linalg.matrix_norm(doubled.weight.detach(), 2))
+    assert gonio.certify(nn.Sequential(doubled), x).upper == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TIMM if "Conv" in name])
 def test_a_subclass_with_another_forward_is_not_taken_for_its_parent(name):
     build, shape = OF_TIMM[name]
     layer = build(timm().layers).double()

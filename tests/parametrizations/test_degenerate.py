@@ -49,6 +49,7 @@ def derivatives(map_: Callable[[Tensor], Tensor], raw: Tensor, *, twice: bool) -
     return [weight, first] if second is None else [weight, first, second]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("what", WEIGHTS)
 @pytest.mark.parametrize("name", ["linear", "grouped conv2d", "transposed conv2d"])

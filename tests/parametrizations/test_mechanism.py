@@ -194,6 +194,7 @@ def test_no_read_is_stale(member: str) -> None:
         seen.append(weight.clone())
 
 
+@pytest.mark.grid(3)
 @ONE
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_reachable_weight_is_assigned_exactly(member: str, name: str) -> None:
@@ -302,6 +303,7 @@ def test_an_unset_model_raises(member: str, how: str) -> None:
         model(seeded(2, 3, 8, 8))
 
 
+@pytest.mark.grid(3)
 @ONE
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("source", ["own", "plain"])

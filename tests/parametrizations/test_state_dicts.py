@@ -17,6 +17,7 @@ from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
 ONE = pytest.mark.parametrize("member", MEMBERS)
 
 
+@pytest.mark.grid(3)
 @ONE
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_plain_checkpoint_becomes_the_effective_weight(member: str, name: str) -> None:
@@ -36,6 +37,7 @@ def test_a_parametrized_checkpoint_is_refused_by_a_plain_model(member: str) -> N
         make("conv2d").load_state_dict(parametrized(member, "conv2d").state_dict())
 
 
+@pytest.mark.grid(3)
 @ONE
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_folded_checkpoint_computes_the_same(member: str, name: str) -> None:
@@ -45,6 +47,7 @@ def test_a_folded_checkpoint_computes_the_same(member: str, name: str) -> None:
     torch.testing.assert_close(plain(x), layer(x))
 
 
+@pytest.mark.grid(2)
 @ONE
 @pytest.mark.parametrize("other", MEMBERS)
 def test_own_checkpoints_load_into_one_another(member: str, other: str) -> None:
@@ -80,6 +83,7 @@ def torchs(form: str, name: str) -> nn.Module:
     return layer.eval()
 
 
+@pytest.mark.grid(3)
 @FUTURE
 @pytest.mark.parametrize("name", TORCH_LAYERS)
 @pytest.mark.parametrize("form", TORCH)

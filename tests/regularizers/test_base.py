@@ -141,6 +141,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @OVER_WEIGHTS

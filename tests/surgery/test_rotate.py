@@ -308,7 +308,7 @@ def test_random_turns_are_orthogonal_and_keep_means(size: int) -> None:
 # --- models of torch, timm and transformers ---------------------------------------------------------------------------
 
 CASES = {case.name: case for case in (*transformers_models.CASES, *timm_models.CASES)}
-QUICK = ("Llama", "GPT-NeoX")
+QUICK = ("Llama",)
 # By family, whether the stream turns once gains are folded; the values turn in all of them.
 STREAMS = {
     **dict.fromkeys(("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Granite", "GPT-NeoX", "Phi"), True),

@@ -1,13 +1,20 @@
 """`gonio.certify` on models of timm: a bound that no pair of inputs exceeds, or a refusal that names the layer.
 
     PYTHONPATH=tests python -m sweeps.timm_sweep certify --count 332 --out tests/sweeps/timm_certified.jsonl
+    PYTHONPATH=tests python -m sweeps.certify_timm       the table of docs/howto/certify.md from these rows
 
 Pairs are all pairs of `INPUTS` random images around a few centres, at distances over four decades: 10,011 of them.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import statistics
+from collections import defaultdict
 from collections.abc import Callable
+from math import log10
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +25,9 @@ from gonio.errors import NotApplicableError
 from gonio.measuring.certificate import Certificate
 from gonio.seeding import generator
 
+ROWS = Path(__file__).with_name("timm_certified.jsonl")
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "certify.md"
+MARKS = "<!-- certified -->\n", "<!-- /certified -->"
 INPUTS = 142  # 142 · 141 / 2 = 10,011 pairs
 _CENTRES, _BATCH, _STEPS = 6, 16, 6
 
@@ -56,3 +66,61 @@ def largest_quotient(found: Certificate, shape: tuple[int, ...]) -> float:
     x = centres[torch.arange(INPUTS) % _CENTRES] + sizes * moves
     y = torch.cat([found.network(part.clone()).flatten(1) for part in x.split(_BATCH)])
     return float((torch.pdist(y) / torch.pdist(x.flatten(1))).max())
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+_REFUSAL = re.compile(r"refused: certify: cannot bound (?:layer '[^']*'(?: \(\w+\))?|the model): (.*?)\. [A-Z][a-z]+ ")
+_SHORTER = (
+    (
+        r"its slope where its input is nearly constant .*",
+        "a layer, group or RMS norm, steep where its input is constant",
+    ),
+    (r"no Lipschitz constant is known for \w*Norm\w*", "a norm without a known constant"),
+    (r"no Lipschitz constant is known for it with these arguments", "a function without a known constant"),
+    (r"no Lipschitz constant is known for .*", "a class without a known constant"),
+    (r"it cannot be traced by torch.fx .*", "a forward that torch.fx cannot trace"),
+    (r"it does not run on one example .*", "it does not run on a single example"),
+)
+
+
+def reason(outcome: str) -> str:
+    """Why a model is refused, without the name of its layer."""
+    said = _REFUSAL.match(outcome + " ")
+    text = said[1] if said else outcome.removeprefix("refused: ")
+    return next((short for pattern, short in _SHORTER if re.fullmatch(pattern, text)), text)
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """How many models are bounded, and why the others are refused, with the first models of each kind."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for row in found:
+        outcome = row["steps"].get("certify") or row["steps"]["all"]
+        kinds["bounded" if outcome == "passed" else reason(outcome)].append(row["model"])
+    ordered = sorted(kinds.items(), key=lambda kind: (kind[0] != "bounded", -len(kind[1])))
+    lines = ["| outcome | models | such as |", "|---|--:|---|"]
+    for kind, names in ordered:
+        said = "**bounded**" if kind == "bounded" else f"refused: {kind}"
+        lines.append(f"| {said} | {len(names)} | {', '.join(names[:3])} |")
+    figures = [row["figures"] for row in found if "figures" in row]
+    slack = statistics.median(log10(each["upper"] / each["lower"]) for each in figures)
+    text = (
+        f"{len(found)} models of timm with random weights, each with the smallest images that it takes. In the bounded "
+        f"ones no quotient of {figures[0]['pairs']:,} pairs of random inputs exceeds the bound. The bounds exceed what "
+        f"ascent finds by {slack:.0f} decades in the median: such networks are bounded, not certified usefully."
+    )
+    return "\n".join([*lines, "", text])
+
+
+def with_table(page: str) -> str:
+    """The page with the table of the committed rows between its marks."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}{table(rows())}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 import gonio
 from catalog import seeded
 from foreign import timm
-from sweeps import passage
+from sweeps import certify_timm, passage
 from sweeps.measure_timm import on_meta, with_weights
 from sweeps.passage import VERBS, check_verb, prepared, walk
 from sweeps.timm_sweep import SMALL, build, models, sample, summary
@@ -77,6 +78,33 @@ def test_figures_of_a_small_architecture(name: str) -> None:
     assert "G001" not in found["findings"]
 
 
+def test_every_model_has_a_valid_bound_or_is_refused_by_name() -> None:
+    """The committed rows of the sweep, and the page's table of them."""
+    found, listed = certify_timm.rows(), dict(models())
+    names = [row["model"] for row in found]
+    assert len(set(names)) == len(names) > 150
+    assert set(names) <= set(listed)
+    for row in found:
+        outcome = row["steps"]["certify"]
+        if outcome != "passed":
+            assert outcome.startswith("refused: certify: cannot bound "), row
+            continue
+        figures = row["figures"]
+        assert 0 < max(figures["lower"], figures["seen"]) <= figures["upper"] < float("inf")
+        assert figures["pairs"] >= 10_000
+    page = certify_timm.PAGE.read_text(encoding="utf-8")
+    assert certify_timm.with_table(page) == page
+
+
+@pytest.mark.parametrize("name", ["test_resnet", pytest.param("regnetx_002", marks=pytest.mark.slow)])
+def test_a_model_is_bounded_as_its_row_says(name: str) -> None:
+    timm()
+    row = next(row for row in certify_timm.rows() if row["model"] == name)
+    found = certify_timm.certified(name, lambda: build(name))
+    assert found["steps"] == row["steps"]
+    assert found["figures"]["upper"] == pytest.approx(row["figures"]["upper"], rel=0.01)
+
+
 # --- negative controls ------------------------------------------------------------------------------
 
 
@@ -101,6 +129,16 @@ def test_what_an_undo_leaves_behind_is_found(leave, message: str) -> None:
     model, x = small()
     with pytest.raises(AssertionError, match=message):
         check_verb(lambda m, x: Undone(), model.eval(), x)
+
+
+def test_a_bound_that_a_pair_exceeds_is_found() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4)
+    found = gonio.certify(model, x)
+    seen = certify_timm.largest_quotient(found, (4,))
+    assert 0.5 * found.upper < seen <= found.upper
+    assert certify_timm.judged(found, seen) == "passed"
+    assert certify_timm.judged(replace(found, upper=0.9 * seen, lower=0.0), seen).startswith("failed: a quotient of ")
+    assert certify_timm.judged(replace(found, upper=float("inf")), seen).startswith("failed: the upper bound is inf")
 
 
 def test_a_wrong_fold_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
@@ -31,17 +31,22 @@ from gonio.errors import (
     closest,
 )
 from gonio.escaping import plain, printed, write_text
+from gonio.languages import language, language_of
+from gonio.messages import LANGUAGES, Message, fixed, joined, local, recognised, say, tag
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from gonio.languages import Language
 
 _FORMATS = {"html": "page", "json": "JSON", "csv": "CSV", "md": "markdown", "tex": "LaTeX"}
 _SECONDS = 10.0  # between two lines of progress
 
 
 def print_out(text: str, *, err: bool = False) -> None:
-    """Print without control characters."""
-    typer.echo(plain(text, longest=len(text)), err=err)
+    """Print a text or a message, in the language of the reader, without control characters."""
+    said = local(text)
+    typer.echo(plain(said, longest=len(said)), err=err)
 
 
 print_err = partial(print_out, err=True)
@@ -63,14 +68,15 @@ def save(text: str, target: str, what: str) -> None:
         typer.echo(text, nl=not text.endswith("\n"))
         return
     write_text(text if text.endswith("\n") else f"{text}\n", target)
-    print_err(f"{what} written to {target}")
+    print_err(say("{what} written to {target}", what=fixed(what), target=target))
 
 
 def check_folder(target: str) -> None:
     """Check before the work that there is a folder for the result."""
     folder = Path(target).parent
     if not folder.is_dir():
-        raise InvalidArgumentError(f"cannot write {target!r}", f"no folder {str(folder)!r}", "Create it.")
+        asked, found = say("cannot write {target!r}", target=target), say("no folder {folder!r}", folder=str(folder))
+        raise InvalidArgumentError(asked, found, "Create it.")
 
 
 def check_folders(targets: Mapping[str, str | None]) -> None:
@@ -98,7 +104,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what)
+        task = bar.add_task(local(what))
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -110,7 +116,8 @@ def _lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[
         if (now := clock()) - last >= _SECONDS:
             last, left = now, (now - start) * (total - done) / done
             shown = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            print_err(f"{what}: {done} of {total}, about {shown} left")
+            told = {"what": fixed(what), "done": done, "total": total, "time": shown}
+            print_err(say("{what}: {done} of {total}, about {time} left", **told))
 
     return update
 
@@ -139,6 +146,20 @@ class Terminated(BaseException):
 class Commands(TyperGroup):
     """Runs a command; every ending has one of the exit codes."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the program in the language that the command line or the environment asks for."""
+        words = args[0] if args else options.get("args")
+        with language(asked_language(sys.argv[1:] if words is None else words, os.environ)):
+            return super().main(*args, **options)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the words before the command."""
+        try:
+            return super().make_context(*args, **options)
+        except Exception as error:
+            _translate(error)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
@@ -149,21 +170,25 @@ class Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
             raise typer.Exit(ExitCode.PIPE) from error
         except (GonioError, OSError) as error:
-            print_err(f"gonio: {_message(error)}")
+            print_err(say("gonio: {message}", message=_message(error)))
             raise typer.Exit(_exit_code(error)) from error
         except KeyboardInterrupt as error:
-            resume = "; rerun the same command to resume" if ctx.invoked_subcommand in ("compare", "reproduce") else ""
-            print_err(f"gonio: stopped by Ctrl-C{resume}")
+            print_err(
+                say("gonio: stopped by Ctrl-C; rerun the same command to resume")
+                if ctx.invoked_subcommand in ("compare", "reproduce")
+                else say("gonio: stopped by Ctrl-C")
+            )
             raise typer.Exit(ExitCode.CTRL_C) from error
         except Terminated as error:
-            print_err("gonio: terminated")
+            print_err(say("gonio: terminated"))
             raise typer.Exit(ExitCode.INTERRUPTED) from error
         except Exception as error:
             if type(error).__module__.startswith(("typer.", "click.")):
                 _in_plain_words(error)
+                _translate(error)
                 raise
             print_err(traceback.format_exc())
-            print_err("gonio: this is a defect of gonio; please report it with the lines above")
+            print_err(say("gonio: this is a defect of gonio; please report it with the lines above"))
             raise typer.Exit(ExitCode.DEFECT) from error
 
     def _set_defaults(self, ctx: Any) -> None:
@@ -214,6 +239,54 @@ def _in_plain_words(error: Any) -> None:
     error.message = text
 
 
+# What click says of a command line, longest first where one begins like another.
+_USAGE = tuple(
+    map(
+        str,
+        (
+            say("Missing argument {name}."),
+            say("Missing option {name}."),
+            say("Missing parameter {name}."),
+            say("No such option: {name} (Possible options: {names})"),
+            say("No such option: {name} Did you mean {near}?"),
+            say("No such option: {name}"),
+            say("No such command {name}. Did you mean {near}?"),
+            say("No such command {name}."),
+            say("Got unexpected extra argument(s) ({names})"),
+            say("Got unexpected extra argument ({names})"),
+            say("Got unexpected extra arguments ({names})"),
+            say("Invalid value for {name}: {message}"),
+            say("Option {name} requires an argument."),
+            say("Option {name} does not take a value."),
+            say("{value} is not one of {names}. Did you mean {near}?"),
+            say("{value} is not one of {names}."),
+            say("{value} is not in the range {range}."),
+            say("{value} is not a valid integer."),
+            say("{value} is not a valid float."),
+            say("it must be {least} or more"),
+            say("it must be at most {most}"),
+            say("it must be a whole number"),
+            say("it must be a number"),
+        ),
+    )
+)
+
+
+def _translate(error: Exception) -> None:
+    """Let a usage error show itself in the language of the reader; in English click does."""
+    if tag() != "en" and hasattr(error, "show") and type(error).__name__ != "NoArgsIsHelpError":
+        error.show = partial(_show_usage, error)
+
+
+def _show_usage(error: Any, file: Any = None) -> None:
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        print_err(say("Usage: {usage}", usage=context.get_usage().partition(":")[2].strip()))
+        print_err(say("Try '{command}' for help.", command=f"{context.command_path} {context.help_option_names[0]}"))
+        print_err("")
+    print_err(say("Error: {message}", message=recognised(error.format_message(), _USAGE)))
+
+
 def _origin(context: Any, parameter: str, path: Path | None) -> str:
     """Where the value of a parameter comes from."""
     source = context.get_parameter_source(parameter)
@@ -228,23 +301,28 @@ def _exit_code(error: GonioError | OSError) -> ExitCode:
     return ExitCode.USAGE if isinstance(error, (UnknownNameError, InvalidArgumentError)) else ExitCode.REFUSED
 
 
-def _message(error: GonioError | OSError) -> str:
+def _message(error: GonioError | OSError) -> Message:
     """The message with the notes that were added to the error."""
     if isinstance(error, PlanChangedError):
         return _plan_changes(error)
-    named = isinstance(error, OSError) and error.filename is not None
-    text = f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[union-attr]
-    return "\n".join([text, *getattr(error, "__notes__", [])])
+    text: str = Message(str(error))
+    if isinstance(error, OSError) and error.filename is not None:
+        text = Message(f"{error.filename}: {error.strerror}")
+    elif error.args and isinstance(error.args[0], Message):
+        text = error.args[0]
+    return joined([text, *getattr(error, "__notes__", [])], "\n")
 
 
-def _plan_changes(error: PlanChangedError) -> str:
+def _plan_changes(error: PlanChangedError) -> Message:
     """The differences of two plans as a table."""
     rows = [("setting", "study", "command"), *((key, old[:60], new[:60]) for key, old, new in error.changes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    do = "Repeat the study's settings to resume it, or choose another folder (-o NEW); only seeds and recipes can be "
-    do += "added."
-    return "\n  ".join(["the study has another plan:", *lines]) + f"\n{do}"
+    return say(
+        "the study has another plan:\n{lines}\nRepeat the study's settings to resume it, or choose another folder "
+        "(-o NEW); only seeds and recipes can be added.",
+        lines="\n".join(f"  {line}" for line in lines),
+    )
 
 
 class UserCodeError(GonioError):
@@ -267,7 +345,15 @@ def users_code(*specs: str | None) -> Iterator[None]:
         files = [Path(spec.rpartition(":")[0]).resolve() for spec in named]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-        raise UserCodeError(f"{' and '.join(named)} raised {type(error).__name__}: {error}{place}") from error
+        raise UserCodeError(
+            say(
+                "{specs} raised {kind}: {error}{place}",
+                specs=joined(named, last=" and "),
+                kind=type(error).__name__,
+                error=str(error),
+                place=place,
+            )
+        ) from error
 
 
 @contextmanager
@@ -285,6 +371,17 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def asked_language(words: Sequence[str], environment: Mapping[str, str]) -> Language:
+    """The language of `--lang` among the words of a command line, else the environment's."""
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name = following if word == "--lang" else word.removeprefix("--lang=")
+        if word == "--":
+            break
+        if word.startswith("--lang") and name in LANGUAGES:
+            return "zh" if name == "zh" else "en"
+    return language_of(environment)
 
 
 # --- the program ----------------------------------------------------------------------------------------

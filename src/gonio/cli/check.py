@@ -10,6 +10,7 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, check_folders, print_err, progress, save, show
 from gonio.errors import InvalidArgumentError
+from gonio.messages import say
 
 Paths = Annotated[
     list[str],
@@ -44,7 +45,11 @@ def check(
 
     if len(paths) > 1 and (save_to or against):
         option = "--save" if save_to else "--against"
-        raise InvalidArgumentError(f"{option} takes one checkpoint", f"{len(paths)} of them", "Check them one by one.")
+        raise InvalidArgumentError(
+            say("{option} takes one checkpoint", option=option),
+            say("{count} of them", count=len(paths)),
+            "Check them one by one.",
+        )
     check_folders({"save": save_to, "json": json})
     results = []
     for path in [in_cache(path) or path for path in paths]:
@@ -55,7 +60,9 @@ def check(
                     against=against,
                     jobs=jobs,
                     progress=update,
-                    describe=lambda contents: print_err(f"{contents}; reading {_size(contents.bytes)}"),
+                    describe=lambda contents: print_err(
+                        say("{contents}; reading {size}", contents=contents.said, size=_size(contents.bytes))
+                    ),
                 )
             )
         if json is None:

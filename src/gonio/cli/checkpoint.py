@@ -21,6 +21,7 @@ from gonio.measuring.reading.entry import clean_names
 from gonio.measuring.reading.shards import open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
+from gonio.messages import say
 from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
 
@@ -92,7 +93,9 @@ def write(checkpoint: Checkpoint) -> None:
         draft.unlink(missing_ok=True)
         if isinstance(error, (RuntimeError, SafetensorError)):  # so both writers report a full disk
             why = str(error).split("\n", 1)[0][:200]
-            raise OSError(f"{checkpoint.path} could not be written ({why}); check the space on its disk") from error
+            raise OSError(
+                say("{path} could not be written ({why}); check the space on its disk", path=checkpoint.path, why=why)
+            ) from error
         raise
 
 
@@ -132,7 +135,7 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
         if kinds or any(".parametrizations." in name for name in checkpoint.state):
             named = f" ({listing(kinds)})" if kinds else ""
             do = f"Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model."
-        raise NotApplicableError(f"the checkpoint {checkpoint.path!r}", "", found, do) from error
+        raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", found, do) from error
 
 
 def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
@@ -157,7 +160,7 @@ def check_target(path: str) -> None:
 def _check_suffix(path: str, known: tuple[str, ...] = _SUFFIXES) -> None:
     if Path(path).suffix not in known:
         raise InvalidArgumentError(
-            f"a checkpoint ends in {listing(known)}", repr(Path(path).suffix), "Use .safetensors."
+            say("a checkpoint ends in {known}", known=listing(known)), repr(Path(path).suffix), "Use .safetensors."
         )
 
 
@@ -174,7 +177,9 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except Exception as error:  # the reader's own errors, and what a hostile header provokes
-        raise UnreadableFileError(str(path), f"it is not intact ({error})", "Copy or download it again.") from error
+        raise UnreadableFileError(
+            str(path), say("it is not intact ({error})", error=error), "Copy or download it again."
+        ) from error
 
 
 def _torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

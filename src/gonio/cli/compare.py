@@ -15,6 +15,7 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, show, users_code
 from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.messages import say
 
 if TYPE_CHECKING:
     from gonio.lab import StudyPlan
@@ -225,7 +226,9 @@ def _check(recipes: list[str], given: Mapping[str, Any]) -> None:
         raise InvalidArgumentError(what, "no --script", "A task has its own; leave them out.")
     if "script" in given and not given.keys().isdisjoint(_OF_TRAINING):
         named = ", ".join(_option(name) for name in given if name in _OF_TRAINING)
-        raise InvalidArgumentError(f"{named}: the training is gonio's", "--script beside it", "Leave it out.")
+        raise InvalidArgumentError(
+            say("{named}: the training is gonio's", named=named), "--script beside it", "Leave it out."
+        )
     if ("script" in given and "robust" in given) != ("epsilon" in given):
         what = "--robust with --script needs --epsilon, and --epsilon needs both"
         raise InvalidArgumentError(what, "one without the other", "Write e.g. --robust --epsilon 0.03.")
@@ -268,7 +271,13 @@ def _show_plan(plan: StudyPlan, study: Path, jobs: int | None) -> None:
 
     if (study / "plan.json").exists():
         extended(lab.Study.open(study).plan, plan, path=str(study), finished=0)  # refuses another plan
-    print_out(f"study {study}\n{lab.dry_run(plan, jobs=jobs or lab.engines.default_jobs())}\n")
+    print_out(
+        say(
+            "study {study}\n{dry_run}\n",
+            study=study,
+            dry_run=lab.dry_run(plan, jobs=jobs or lab.engines.default_jobs()),
+        )
+    )
     if not plan.scripted:
         model = build_model(plan.model, **lab.tasks.resolve(plan.task).sizes)
         print_out("\n\n".join(str(Recipe.from_dict(entry.content).plan(model)) for entry in plan.recipes[1:]))
@@ -292,17 +301,30 @@ def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | N
     from gonio.lab.showing import text, write_html
 
     size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
-    print_err(f"study {study}: {size} = {len(plan.grid)} runs; --dry-run estimates the time")
+    print_err(
+        say(
+            "study {study}: {size} = {count} runs; --dry-run estimates the time",
+            study=study,
+            size=size,
+            count=len(plan.grid),
+        )
+    )
     watcher = lab.watcher_for(sys.stderr)
     results = lab.run(plan, study, engine=engine, watcher=watcher, run_timeout=run_timeout).results()
     show(text(results))
-    print_out(f"\npage: {write_html(results, study / 'report.html')}")
+    print_out(say("\npage: {page}", page=write_html(results, study / "report.html")))
     if plan.self_test:
         tested = lab.self_test(results)
         print_out(f"\n{tested}")
         if not tested.passed:
             raise typer.Exit(ExitCode.FINDING)
     if results.failed:
-        print_err(f"{results.failed} of {len(results.runs)} runs failed; rerun the same command to try them again")
+        print_err(
+            say(
+                "{failed} of {count} runs failed; rerun the same command to try them again",
+                failed=results.failed,
+                count=len(results.runs),
+            )
+        )
     if results.failed or results.missing:
         raise typer.Exit(ExitCode.PARTIAL)

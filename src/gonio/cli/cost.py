@@ -11,6 +11,7 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import check_folders, print_err, print_out, save, users_code
+from gonio.messages import say
 
 if TYPE_CHECKING:
     from gonio.lab.running.step_cost import StepCost
@@ -58,7 +59,15 @@ def cost(
     if json is None:
         print_out(_table(rows))
         how = "CPU time on one thread" if device == "cpu" else f"time on {device}"
-        print_err(f"{model}, batch {batch}, {optimizer}: {how}; medians and quartiles of ratios to the baseline")
+        print_err(
+            say(
+                "{model}, batch {batch}, {optimizer}: {how}; medians and quartiles of ratios to the baseline",
+                model=model,
+                batch=batch,
+                optimizer=optimizer,
+                how=how,
+            )
+        )
     else:
         made: dict[str, Any] = {"model": model, "batch": batch, "optimizer": optimizer, "device": device}
         save(dumps(made | {"rows": [asdict(row) for row in rows]}, ensure_ascii=False, indent=1), json, "JSON")

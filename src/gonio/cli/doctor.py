@@ -12,6 +12,7 @@ from gonio.cli import options
 from gonio.cli.app import check_folder, check_folders, print_err, print_out, save, users_code
 from gonio.cli.measure import fail_at
 from gonio.errors import InvalidArgumentError
+from gonio.messages import say
 
 if TYPE_CHECKING:
     from gonio.cli.checkpoint import Checkpoint
@@ -64,7 +65,9 @@ def doctor(
     first: Any = read_source(source, seed=seed) if held is None or model is None else restored_model(held, model)
     if isinstance(first, str) and (task or batch or base):
         option = "--task" if task else "--batch" if batch else "--base"
-        raise InvalidArgumentError(f"{option} takes a model", "a file alone", "Add --model FILE.py:FACTORY.")
+        raise InvalidArgumentError(
+            say("{option} takes a model", option=option), "a file alone", "Add --model FILE.py:FACTORY."
+        )
     example = None if batch is None else read_batch(batch, option="--batch")
     if example is not None:
         check_runs(first, example, option="--batch")
@@ -88,7 +91,9 @@ def _check_output(output: Path | None) -> None:
     there = [name for name in (CHECKPOINT, STEPS, PAGE, PROOFS) if (output / name).exists()]
     if there or (output.exists() and not output.is_dir()):
         found = f"{', '.join(there)} in it" if there else "a file"
-        raise InvalidArgumentError(f"-o takes a folder for new results, not {str(output)!r}", found, "Name another.")
+        raise InvalidArgumentError(
+            say("-o takes a folder for new results, not {output!r}", output=str(output)), found, "Name another."
+        )
 
 
 def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:
@@ -106,4 +111,4 @@ def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:
     recipe, seed = (None, 0) if held is None else (held.recipe, held.seed)
     target = output / CHECKPOINT
     write(Checkpoint(str(target), treated.model.state_dict(), recipe, seed))
-    print_err(f"checkpoint written to {target}")
+    print_err(say("checkpoint written to {target}", target=target))

@@ -19,6 +19,7 @@ from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent
 from gonio.measuring.reading.torch_files import load_torch
+from gonio.messages import say
 from gonio.models.by_name import is_user_code
 from gonio.seeding import generator
 from gonio.surgery import Selector, as_selector
@@ -49,7 +50,9 @@ def build_of_width(spec: str, width: int, *, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = models.resolve(spec).function(width)
     if not isinstance(model, nn.Module):
-        raise InvalidArgumentError(f"{spec} builds a model of a width", type(model).__name__, "Return the model.")
+        raise InvalidArgumentError(
+            say("{spec} builds a model of a width", spec=spec), type(model).__name__, "Return the model."
+        )
     return model
 
 
@@ -76,7 +79,7 @@ def in_cache(word: str) -> str | None:
     found = folder / "snapshots" / commit
     if not re.fullmatch(r"[0-9a-f]{1,64}", commit) or not found.is_dir():
         return None
-    print_err(f"{word}: the copy in the cache of this machine, {found}")
+    print_err(say("{word}: the copy in the cache of this machine, {found}", word=word, found=found))
     return str(found)
 
 
@@ -87,7 +90,7 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
     if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
         return word if key is None else CheckpointPart(word, key)
     built = build_model(word, seed=seed)
-    print_err(f"{word} built with seed {seed}")
+    print_err(say("{word} built with seed {seed}", word=word, seed=seed))
     return built
 
 
@@ -139,4 +142,6 @@ def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
         found, do = misfit(model, batch)
         found = found or (str(error).splitlines() or [type(error).__name__])[0]
         do = do or "Give the sizes of the model's input."
-        raise InvalidArgumentError(f"{option} must be an input that the model takes", found, do) from error
+        raise InvalidArgumentError(
+            say("{option} must be an input that the model takes", option=option), found, do
+        ) from error

@@ -17,6 +17,7 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, check_folders, print_err, progress, save, save_formats, show
 from gonio.errors import InvalidArgumentError
+from gonio.messages import fixed, joined, local, say
 
 if TYPE_CHECKING:
     from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Widths
@@ -83,7 +84,7 @@ def measure(
         return
     suppressing = suppression(config, ignore or [])
     how |= {"batch": _example(first, batch), "base": None if base is None else read_source(base, seed=seed)}
-    figures: list[Literal["operator_norm", "quantisation"]] = [figure.value for figure in also or []]
+    figures: list[Literal["operator_norm", "quantisation", "blocks"]] = [figure.value for figure in also or []]
     with progress("measuring") as update:
         found = measuring.measure(first, extra_figures=figures, deep=deep, progress=update, **how)
     if suppressing is not None:
@@ -143,7 +144,9 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
     """Refuse options that cannot be combined with a mode."""
     for name, value in given.items():
         if value:
-            raise InvalidArgumentError(f"{name} cannot be combined with {mode}", "both", "Leave one of them out.")
+            raise InvalidArgumentError(
+                say("{name} cannot be combined with {mode}", name=name, mode=mode), "both", "Leave one of them out."
+            )
 
 
 def _write(found: Measurements | Differences | Changes | Widths, targets: dict[str, str | None]) -> bool:
@@ -171,12 +174,14 @@ def _write_outline(outline: Outline, json: str | None) -> None:
 
 def _summarise(found: Sequence[Finding]) -> None:
     """The findings in short, to stderr."""
-    counts = ", ".join(f"{n} {level}" for level in reversed(_LEVELS) if (n := _count(found, [level])))
-    print_err(f"findings: {counts or 'none'}")
+    counts = [(_count(found, [level]), level) for level in reversed(_LEVELS)]
+    listed = joined([say("{n} {level}", n=n, level=fixed(level)) for n, level in counts if n])
+    print_err(say("findings: {counts}", counts=listed or say("none")))
     for finding in found[:_SHOWN]:
-        print_err(f"{finding.level:5} {finding.code}  {finding.path or 'the model'}: {finding.found}")
+        path = finding.path or local("the model")
+        print_err(f"{local(finding.level):5} {finding.code}  {path}: {local(finding.found)}")
     if len(found) > _SHOWN:
-        print_err(f"… and {len(found) - _SHOWN} more")
+        print_err(say("… and {n} more", n=len(found) - _SHOWN))
 
 
 def _count(found: Sequence[Finding], levels: Sequence[str]) -> int:
@@ -186,5 +191,6 @@ def _count(found: Sequence[Finding], levels: Sequence[str]) -> int:
 def fail_at(found: Sequence[Finding], fail_on: options.Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
     if fail_on is not None and (counted := _count(found, _LEVELS[_LEVELS.index(fail_on) :])):
-        print_err(f"{counted} finding{'s' if counted > 1 else ''} at or above {fail_on}")
+        told = {"n": counted, "s": "s" if counted > 1 else "", "level": fixed(fail_on)}
+        print_err(say("{n} finding{s} at or above {level}", **told))
         raise typer.Exit(ExitCode.FINDING)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Literal
+from functools import wraps
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
+
+from gonio.messages import speak
 
 MODEL_HELP = "timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory"
 
@@ -25,6 +30,40 @@ Md = Annotated[str | None, typer.Option(help="Write the tables as markdown.", me
 Tex = Annotated[str | None, typer.Option(help="Write the tables as LaTeX.", metavar="FILE")]
 
 
+def _speak(value: str | None) -> str | None:
+    if value is not None:
+        speak(value)
+    return value
+
+
+Lang = Annotated[
+    Literal["en", "zh"] | None,
+    typer.Option(
+        "--lang",
+        help="Language of findings, explanations, pages and errors; default: the environment's (LC_ALL, LANG).",
+        is_eager=True,
+        callback=_speak,
+    ),
+]
+
+
+def with_language(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the option `--lang`, which all commands have."""
+
+    @wraps(command)
+    def run(lang: Lang = None, **options: Any) -> None:
+        command(**options)
+
+    hints = get_type_hints(command, include_extras=True)
+    signature = inspect.signature(command)
+    own = [each.replace(annotation=hints[name]) for name, each in signature.parameters.items()]
+    lang = inspect.Parameter("lang", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Lang)
+    run.__signature__ = signature.replace(parameters=[*own, lang])  # type: ignore[attr-defined]
+    run.__annotations__ = {**hints, "lang": Lang}
+    del run.__wrapped__
+    return run
+
+
 # --- gonio measure ---------------------------------------------------------------------------------
 
 
@@ -37,6 +76,7 @@ class Figure(StrEnum):
 
     operator_norm = "operator_norm"
     quantisation = "quantisation"
+    blocks = "blocks"
 
 
 Source = Annotated[

@@ -8,6 +8,7 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import print_err, print_out
+from gonio.messages import say
 
 
 def plan(recipe: options.Recipe, model: options.Model) -> None:
@@ -45,7 +46,9 @@ def apply(
     chosen, found = Recipe.load(recipe), read(checkpoint)
     if found.recipe is not None:
         why = f"the recipe {found.recipe.name!r} was applied to it before"
-        raise NotApplicableError(f"the recipe {chosen.name!r}", checkpoint, why, "Start from a plain checkpoint.")
+        raise NotApplicableError(
+            say("the recipe {name!r}", name=chosen.name), checkpoint, why, "Start from a plain checkpoint."
+        )
     built = build_model(model)
     load_into_(built, found)
     applied = chosen.apply_(built, seed=seed)
@@ -53,10 +56,10 @@ def apply(
         applied.penalty.undo_()
         print_err("the recipe's penalty acts during training only; the checkpoint does not contain it")
     for part in (part for part in TRAINING if getattr(chosen, part) is not None):
-        print_err(f"the recipe's {part} acts during training only; the checkpoint does not contain it")
+        print_err(say("the recipe's {part} acts during training only; the checkpoint does not contain it", part=part))
     write(Checkpoint(output, built.state_dict(), chosen, seed))
     print_out(str(applied))
-    print_err(f"checkpoint written to {output}")
+    print_err(say("checkpoint written to {output}", output=output))
 
 
 def fold(
@@ -97,4 +100,5 @@ def fold(
         print_err("the outputs were not compared; --batch compares them")
     plain, folded = set(build_model(model).state_dict()), set(built.state_dict())
     fits = f"it has {len(folded - plain)} tensors that the model lacks and lacks {len(plain - folded)} that it has"
-    print_err(f"checkpoint written to {output}; {fits if plain != folded else 'it loads into the model'}")
+    loads = say("it loads into the model") if plain == folded else fits
+    print_err(say("checkpoint written to {output}; {loads}", output=output, loads=loads))

@@ -12,6 +12,7 @@ from gonio.cli import options
 from gonio.cli.app import check_folders, print_out, save_formats, show
 from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
+from gonio.messages import say
 
 if TYPE_CHECKING:
     from gonio.lab import RunRecord, StudyPlan
@@ -87,14 +88,22 @@ def status(study: Annotated[Path, typer.Argument(help="The study's folder.", met
     for tuned in opened.trials.summary():
         lost = f", {tuned.failed} failed" if tuned.failed else ""
         trials = opened.plan.tuning.trials if opened.plan.tuning else 0
-        print_out(f"tuning of {plain(tuned.recipe)}: {tuned.trials} of {trials} trials{lost}")
+        print_out(
+            say(
+                "tuning of {recipe}: {trials} of {trials_2} trials{lost}",
+                recipe=plain(tuned.recipe),
+                trials=tuned.trials,
+                trials_2=trials,
+                lost=lost,
+            )
+        )
     _print_damage(opened.damaged())
 
 
 def _print_damage(names: list[str]) -> None:
     """The rows of the database that are damaged; they count as absent."""
     for name in names:
-        print_out(f"damaged in study.db and left out: {name}")
+        print_out(say("damaged in study.db and left out: {name}", name=name))
 
 
 def _check_folder(study: Path) -> None:

@@ -14,6 +14,7 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError
+from gonio.messages import say
 
 if TYPE_CHECKING:
     from gonio.lab.claims import Claim, ClaimOptions, ClaimResults
@@ -115,7 +116,7 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
     at_once, total = jobs or default_jobs(), 0.0
     for claim in claims:
         if claim.budget == "none":
-            print_out(f"{claim.name}: not tried: {claim.not_tried}")
+            print_out(say("{name}: not tried: {not_tried}", name=claim.name, not_tried=claim.not_tried))
             continue
         plan = plan_claim(claim, chosen)
         worker = Worker(run_seconds, plan)
@@ -128,8 +129,17 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
         seconds /= at_once
         total += seconds
         size = f"{len(plan.recipes)} arms × {len(plan.seeds)} seeds"
-        print_out(f"{claim.name}: {size}, task {plan.task}, about {seconds:.0f} s{_too_few(claim, len(plan.seeds))}")
-    print_out(f"in all about {total / 60:.0f} min with {at_once} runs at a time")
+        print_out(
+            say(
+                "{name}: {size}, task {task}, about {seconds:.0f} s{too_few}",
+                name=claim.name,
+                size=size,
+                task=plan.task,
+                seconds=seconds,
+                too_few=_too_few(claim, len(plan.seeds)),
+            )
+        )
+    print_out(say("in all about {minutes:.0f} min with {at_once} runs at a time", minutes=total / 60, at_once=at_once))
 
 
 def _too_few(claim: Claim, seeds: int) -> str:
@@ -157,7 +167,12 @@ def _run(
     show(claims_text(found))
     # claims of earlier calls stay on the page: no verdict depends on which were tried together
     every = claims_in(output) or found
-    print_out(f"\npage: {write_claims_html(replace(every, command=command), output / 'claims.html')}")
+    print_out(
+        say(
+            "\npage: {page}",
+            page=write_claims_html(replace(every, command=command), output / "claims.html"),
+        )
+    )
     if json is not None:
         save(claims_json(found), json, "JSON")
     _check_complete(found)
@@ -167,6 +182,6 @@ def _check_complete(found: ClaimResults) -> None:
     """Exit with 4 if runs failed or are missing."""
     failed = sum(one.failed for one in found.results)
     if failed:
-        print_err(f"{failed} runs failed; rerun the same command to try them again")
+        print_err(say("{failed} runs failed; rerun the same command to try them again", failed=failed))
     if failed or any(one.missing for one in found.results):
         raise typer.Exit(ExitCode.PARTIAL)

@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
+from gonio.messages import Message
 from gonio.models.by_name import resolve as resolve_model
 from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
@@ -349,9 +350,9 @@ def _adapter() -> TypeAdapter[StudyPlan]:
     return TypeAdapter(StudyPlan)
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> Message:
     """A number with its noun, e.g. `1 run` and `2 runs`."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+    return Message(f"{count} {noun}{'' if count == 1 else 's'}", f"{{n:,}} {noun}", {"n": count})
 
 
 def installed_versions() -> Mapping[str, str]:

@@ -11,6 +11,7 @@ from gonio.measuring.findings import rules
 from gonio.measuring.findings.rules import RULES, Finding
 from gonio.measuring.showing import columns, training
 from gonio.measuring.showing.table import Column
+from gonio.messages import fixed, local, say
 
 TABLES: Mapping[str, tuple[Column[Any], ...]] = {
     "": columns.COLUMNS,
@@ -58,4 +59,11 @@ def explained_columns(name: str) -> list[str]:
     found = found or [(of, column) for of, column in every if word == column.name]
     long = [(of, column) for of, column in every if len(column.title) > 2]
     found = found or [(of, column) for of, column in long if word.startswith(column.title.lower().rstrip("."))]
-    return [f"{column.title}{f' (of {of})' if of else ''}: {column.explanation}" for of, column in found]
+    return [
+        local(
+            say("{title} (of {of}): {explanation}", title=column.title, of=fixed(of), explanation=column.explanation)
+            if of
+            else say("{title}: {explanation}", title=column.title, explanation=column.explanation)
+        )
+        for of, column in found
+    ]

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from gonio.escaping import plain
+from gonio.messages import Message
 
 
 def json_data(value: Any) -> Any:
@@ -28,7 +29,7 @@ def json_data(value: Any) -> Any:
     return [json_data(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> Message:
     """A number and its noun, which agree.
 
     Example:
@@ -36,7 +37,7 @@ def counted(number: int, noun: str) -> str:
         >>> counted(1, "layer"), counted(2_000, "layer")
         ('1 layer', '2,000 layers')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return Message(f"{number:,} {noun}{'' if number == 1 else 's'}", f"{{n:,}} {noun}", {"n": number})
 
 
 def are(number: int) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -16,11 +17,13 @@ from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, versions
+from gonio.measuring.figures.checkpoints import structure_of_checkpoint
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.rules import findings_of
 from gonio.measuring.measurements import Measurements
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.surgery.equivalent import misfit
 
@@ -113,7 +116,9 @@ def measure(
             goes on from there, if files, options and versions are the same, and repeats at most the tensors at work.
         extra_figures: figures on request: `operator_norm`, of convolutions, on a periodic grid of 16 positions in each
             dimension (or twice the kernel), usually exact up to 1e-5, takes longer than all others together;
-            `quantisation`, the errors of rounding to int8 and int4 (:func:`gonio.geometry.quantization_error`).
+            `quantisation`, the errors of rounding to int8 and int4 (:func:`gonio.geometry.quantization_error`);
+            `blocks`, of a checkpoint of transformers with its ``config.json``: heads, and the scale that can move in
+            attention and MLPs, as a model always has them (see :func:`gonio.surgery.anatomy`).
         deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
             than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
             both have errors. The time grows with the square of the number of filters and the cube of the smaller side
@@ -168,22 +173,30 @@ def measure(
             progress,
             kept,
         )
-    name, made_by = name_of(source), versions()
-    if not isinstance(source, nn.Module) or training is None:
-        return Measurements(name, tuple(tensors), findings_of(tensors), notes=contents.notes, versions=made_by)
-    structure = structure_of(source, batch)
-    signals, silent = ((), ()) if batch is None else _signals(source, batch)
+    structure, facts = _structure(source, batch, entries, figures), None
+    signals, silent = _signals(source, batch) if isinstance(source, nn.Module) and batch is not None else ((), ())
+    if isinstance(source, nn.Module) and training is not None:
+        facts = ModelFacts.of(source, structure, signals, training)
     return Measurements(
-        name,
+        name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        findings_of(tensors, ModelFacts.of(source, structure, signals, training)),
+        findings_of(tensors, facts),
         scale=structure.scale,
         mixtures=structure.mixtures,
         heads=structure.heads,
         signals=signals,
         notes=(*contents.notes, *structure.notes, *silent),
-        versions=made_by,
+        versions=versions(),
     )
+
+
+def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:
+    """What a model, or the configuration of a checkpoint on request, shows beyond its tensors."""
+    if isinstance(source, nn.Module):
+        return structure_of(source, batch)
+    if "blocks" in figures and isinstance(source, (str, os.PathLike)):
+        return structure_of_checkpoint(Path(os.fspath(source)), entries)
+    return Structure()
 
 
 def _check_two(after: Sequence[Source], options: dict[str, Any]) -> None:
@@ -220,6 +233,9 @@ def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
     for name in extra_figures:
         if name not in EXTRA_FIGURES:
             raise UnknownNameError("figure", str(name), EXTRA_FIGURES)
+    if "blocks" in extra_figures and isinstance(source, Mapping):
+        asked, do = "measure(extra_figures=('blocks',)) reads the config.json beside a file", "Pass the folder."
+        raise InvalidArgumentError(asked, "a state dict", do)
 
 
 def _signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:

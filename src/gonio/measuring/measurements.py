@@ -24,6 +24,7 @@ from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIG
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
+from gonio.messages import Message, joined, local, say
 from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
 
@@ -81,35 +82,35 @@ class Measurements(Table[TensorMeasurement]):
         return tuple(tensor for tensor in self.tensors if tensor.status == "measured")
 
     @property
-    def _layers(self) -> str:
+    def _layers(self) -> Message:
         return counted(len(self.layers), "layer")
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Message:
         """What was found, and where, as a sentence."""
         if not self.layers and not self.findings:
-            return "Nothing was measured: no tensor is known to be a stack of filters."
+            return say("Nothing was measured: no tensor is known to be a stack of filters.")
         return verdict(self.findings, [layer.path for layer in self.layers])
 
     @property
-    def coverage(self) -> str:
+    def coverage(self) -> Message:
         """How many tensors were measured, and why the others were not."""
-        said = f"Measured: {len(self.layers)} of {counted(len(self.tensors), 'tensor')}."
+        said = [say("Measured: {n} of {tensors}.", n=len(self.layers), tensors=counted(len(self.tensors), "tensor"))]
         without = Counter(tensor.reason for tensor in self.tensors if tensor.status == "no filters")
         if without:
-            kinds = ", ".join(f"{n} {_plural(reason, n)}" for reason, n in without.most_common(4))
-            said += f" Checked only for NaN and infinity: {without.total()} ({kinds})."
+            kinds = joined([_plural(reason, n) for reason, n in without.most_common(4)])
+            said.append(say("Checked only for NaN and infinity: {n} ({kinds}).", n=without.total(), kinds=kinds))
         skipped = reasons([t for t in self.tensors if t.status == "skipped"])
-        return f"{said} Skipped: {skipped or 'none'}."
+        return joined([*said, say("Skipped: {tensors}.", tensors=skipped)], " ")
 
     @property
-    def scope(self) -> str:
+    def scope(self) -> Message:
         """The properties that the rules look for, and those that cannot be seen in a measurement."""
-        batch = "dead units on the batch" if self.signals else "outputs only with batch="
-        return (
+        return say(
             "Looked for: NaN and infinity; dead, weak and dominant filters; shared directions, near duplicates and "
-            f"rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or was trained on the right "
-            "data."
+            "rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or was trained on the right "
+            "data.",
+            batch=say("dead units on the batch") if self.signals else say("outputs only with batch="),
         )
 
     def __repr__(self) -> str:
@@ -118,15 +119,16 @@ class Measurements(Table[TensorMeasurement]):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width, entries = options.max_width, sum(tensor.entries for tensor in self.tensors)
-        yield Text(f"{plain(self.source)}: {self._layers}, {counted(entries, 'number')}", style="bold")
-        yield Text(self.verdict)
+        size = joined([self._layers, counted(entries, "number")])
+        yield Text(f"{plain(self.source)}: {local(size)}", style="bold")
+        yield Text(local(self.verdict))
         for note in self.notes:
-            yield Text(plain(note), style="dim")
+            yield Text(plain(local(note)), style="dim")
         yield Text("")
-        none = [] if self.findings else [Text(self.scope, style="dim")]
+        none = [] if self.findings else [Text(local(self.scope), style="dim")]
         quiet = self.suppressed.sentences if self.suppressed is not None else ()
         yield from render_findings(
-            self.findings, [*none, *(Text(plain(s, longest=len(s)), style="dim") for s in quiet)]
+            self.findings, [*none, *(Text(plain(local(s), longest=len(s)), style="dim") for s in quiet)]
         )
         if self.layers:
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
@@ -134,24 +136,24 @@ class Measurements(Table[TensorMeasurement]):
             if groups is not None:
                 yield groups.rich()
                 yield Text("")
-                yield Text(said, style="dim")
+                yield Text(local(said), style="dim")
             yield tensor_table("layer", shown, columns_of(shown), KEPT, width, flagged=flagged)
             yield Text("")
         if self.scale is not None:
-            yield Text(_sentence(self.scale))
+            yield Text(local(_sentence(self.scale)))
             yield Text("")
         if self.heads:
             yield from _heads(self.heads)
             yield Text("")
         for path, shares in self.mixtures.items():
             parts = (f"{what} {', '.join(f'{k} {v:.2f}' for k, v in share.items())}" for what, share in shares.items())
-            yield Text(f"{plain(path)} mixes {'; '.join(parts)}")
+            yield Text(local(say("{path} mixes {parts}", path=plain(path), parts="; ".join(parts))))
         if self.mixtures:
             yield Text("")
         if self.signals:
             yield _signal_table(self.signals, width)
             yield Text("")
-        yield Text(self.coverage, style="dim")
+        yield Text(local(self.coverage), style="dim")
 
     def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[TensorMeasurement], str]:
         """The layers that have a row of their own, with groups and a sentence where these are not all."""
@@ -247,17 +249,26 @@ class Measurements(Table[TensorMeasurement]):
         )
 
 
-def _plural(reason: str, n: int) -> str:
+_COMMON = (say("a vector"), say("a single number"), say("a counter"))  # reasons that have a plural
+
+
+def _plural(reason: str, n: int) -> Message:
     noun = reason.removeprefix("a ")
-    return f"{noun}s" if n > 1 and noun in ("vector", "single number", "counter") else plain(noun)
+    said = f"{noun}s" if n > 1 and reason in _COMMON else plain(noun)
+    return Message(f"{n} {said}", "{n} × {reason}", {"n": n, "reason": Message(said, reason)})
 
 
-def _sentence(scale: MovableScale) -> str:
+def _sentence(scale: MovableScale) -> Message:
     """The wasted L2 in one sentence, and of attention and MLP blocks in one more."""
-    said = (
-        f"The same function can be computed with {scale.wasted:.1%} less squared weight norm ({number(scale.least)} "
-        f"instead of {number(scale.sum)}, {counted(scale.layers, 'layer')}; {scale.wasted_by_layer:.1%} less with one "
-        f"scale per layer instead of one per neuron): gonio.balance_(model) does it."
+    said = say(
+        "The same function can be computed with {wasted:.1%} less squared weight norm ({least} instead of {sum}, "
+        "{layers}; {by_layer:.1%} less with one scale per layer instead of one per neuron): gonio.balance_(model) does "
+        "it.",
+        wasted=scale.wasted,
+        least=number(scale.least),
+        sum=number(scale.sum),
+        layers=counted(scale.layers, "layer"),
+        by_layer=scale.wasted_by_layer,
     )
     kinds: dict[str, list[PairScale]] = {}
     for pair in scale.pairs:
@@ -266,9 +277,14 @@ def _sentence(scale: MovableScale) -> str:
     for kind, pairs in kinds.items():
         share = 1 - sum(p.least for p in pairs) / (sum(p.sum for p in pairs) or 1.0)
         worst = max(pairs, key=lambda pair: pair.wasted)
-        most = f" (most in {plain(worst.path) or 'the model'}, {worst.wasted:.1%})" if len(pairs) > 1 else ""
-        parts.append(f"{kind} {share:.1%}{most}")
-    return f"{said} By pairs of weights in blocks: {'; '.join(parts)}." if parts else said
+        if len(pairs) > 1:
+            told = {"path": plain(worst.path) or say("the model"), "most": worst.wasted}
+            parts.append(say("{kind} {share:.1%} (most in {path}, {most:.1%})", kind=kind, share=share, **told))
+        else:
+            parts.append(say("{kind} {share:.1%}", kind=kind, share=share))
+    if not parts:
+        return said
+    return joined([said, say("By pairs of weights in blocks: {parts}.", parts=joined(parts, "; "))], " ")
 
 
 def _heads(heads: Sequence[HeadMeasurement]) -> Iterator[RenderableType]:
@@ -276,15 +292,15 @@ def _heads(heads: Sequence[HeadMeasurement]) -> Iterator[RenderableType]:
     blocks: dict[str, list[HeadMeasurement]] = {}
     for head in heads:
         blocks.setdefault(head.path, []).append(head)
-    table = bare_table("norms of heads in", ["heads", *ROLES])
+    table = bare_table(local("norms of heads in"), [local("heads"), *ROLES])
     for path, members in islice(blocks.items(), _BLOCKS):
         ends = ([f(getattr(head, role) for head in members) for f in (min, max)] for role in ROLES)
         table.add_row(
-            Text(shorten(path or "the model")), str(len(members)), *(f"{number(a)}–{number(b)}" for a, b in ends)
+            Text(shorten(path or local("the model"))), str(len(members)), *(f"{number(a)}–{number(b)}" for a, b in ends)
         )
     yield table
     if len(blocks) > _BLOCKS:
-        yield Text(f"and {len(blocks) - _BLOCKS} more blocks: to_dict() has all heads", style="dim")
+        yield Text(local(say("and {n} more blocks: to_dict() has all heads", n=len(blocks) - _BLOCKS)), style="dim")
 
 
 def _signal_table(signals: Sequence[Signal], width: int) -> RichTable:
@@ -297,7 +313,7 @@ def _signal_table(signals: Sequence[Signal], width: int) -> RichTable:
     for name in (*empty, *DROPPED):
         if sum(widths.values()) > left:
             widths.pop(name, None)
-    table = bare_table("output of", [column.title for column in SIGNALS if column.name in widths])
+    table = bare_table(local("output of"), [column.title for column in SIGNALS if column.name in widths])
     for i, path in enumerate(paths):
         table.add_row(Text(path), *(cells[name][i] for name in widths))
     return table

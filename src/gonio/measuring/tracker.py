@@ -29,6 +29,7 @@ from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers
+from gonio.messages import say
 from gonio.surgery import Where, as_selector, sites
 
 FIGURES = ("nonfinite", *TRACKED)  # the columns of a CSV file, in this order
@@ -214,7 +215,17 @@ class Tracker:
         if not any("rotation" in row for row in self.rows):
             do = "Pass optimizer=, and train for a measured step."
             raise InvalidArgumentError("Tracker.to_html() shows steps of an optimizer", "no row of one", do)
-        found = [f"From step {step} on, {one.path}: {one.found} ({one.code}). {one.do}" for step, one in self.findings]
+        found = [
+            say(
+                "From step {step} on, {path}: {found} ({code}). {do}",
+                step=step,
+                path=one.path,
+                found=one.found,
+                code=one.code,
+                do=one.do,
+            )
+            for step, one in self.findings
+        ]
         return training_page(self.rows, self.rotations, found, whole=whole, refresh=refresh)
 
     def _before(self, optimizer: Optimizer) -> None:

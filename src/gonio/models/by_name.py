@@ -26,6 +26,7 @@ from gonio.errors import (
     UnknownNameError,
     listing,
 )
+from gonio.messages import say
 from gonio.models.built_in import BUILT_IN
 from gonio.surgery.configured import Configured, configured, load_library, model_class
 
@@ -49,7 +50,9 @@ class ModelFactory:
         if not isinstance(model, nn.Module):
             name, kind = self.spec.rpartition(":")[2], type(model).__name__
             found = f"that {name}() returned {'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
-            raise InvalidArgumentError(f"{self.spec!r} must build a model", found, "Return a torch.nn.Module.")
+            raise InvalidArgumentError(
+                say("{spec!r} must build a model", spec=self.spec), found, "Return a torch.nn.Module."
+            )
         return model
 
 
@@ -82,7 +85,7 @@ def resolve(spec: str) -> ModelFactory:
     elif Path(spec).is_file():
         raise InvalidArgumentError(
             "a model is built by a function: a built-in name, timm:NAME or FILE.py:FUNCTION",
-            f"the file {spec!r}",
+            say("the file {spec!r}", spec=spec),
             "Name the function that builds the model.",
         )
     else:
@@ -188,7 +191,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     module_name = f"gonio_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
-        raise InvalidArgumentError(f"{spec!r} must name a Python file", str(path), "Give a file that ends in .py.")
+        raise InvalidArgumentError(
+            say("{spec!r} must name a Python file", spec=spec), str(path), "Give a file that ends in .py."
+        )
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module
     with _neighbours(path):
@@ -218,11 +223,11 @@ def _neighbours(path: Path) -> Iterator[None]:
 def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., Any]:
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     if not hasattr(module, name):
-        raise UnknownNameError(f"function in {path}", name, public)
+        raise UnknownNameError(say("function in {path}", path=path), name, public)
     function: Any = getattr(module, name)
     if not callable(function):
         found, do = f"a {type(function).__name__}", "Name a function that builds it."
-        raise InvalidArgumentError(f"{spec!r} must name a function", found, do)
+        raise InvalidArgumentError(say("{spec!r} must name a function", spec=spec), found, do)
     return function
 
 
@@ -240,7 +245,9 @@ def load_script(spec: str) -> Callable[..., Any]:
     found = getattr(module, "__file__", None)
     if found is None or Path(found).resolve() != path.resolve():
         problem = f"{spec!r} is imported as {path.stem!r}"
-        raise InvalidArgumentError(problem, f"another module of that name, {found}", "Rename the file.")
+        raise InvalidArgumentError(
+            problem, say("another module of that name, {found}", found=found), "Rename the file."
+        )
     return _function(spec, path, name, module)
 
 
@@ -320,5 +327,5 @@ def _split(spec: str) -> tuple[Path, str]:
     path = Path(text)
     if not path.is_file():
         found = f"no file {str(path.absolute())!r}"
-        raise InvalidArgumentError(f"{spec!r} names a Python file", found, "Check the path.")
+        raise InvalidArgumentError(say("{spec!r} names a Python file", spec=spec), found, "Check the path.")
     return path, name

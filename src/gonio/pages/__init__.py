@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import json
 import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gonio.escaping import plain, redact
+from gonio.messages import Message, fixed, local, say, tag
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -47,6 +49,7 @@ def environment(package: str) -> Environment:
     from markupsafe import Markup
 
     def shown(value: object) -> object:
+        value = local(value) if isinstance(value, Message) else value
         return value if isinstance(value, (Markup, int, float, jinja2.Undefined)) else redact(value)
 
     def breakable(path: str) -> Markup:
@@ -68,7 +71,38 @@ def environment(package: str) -> Environment:
     made.globals.update(
         style=Markup(style), script=Markup(script), policy=_policy(style, script), plain=plain, breakable=breakable
     )
+    made.globals.update(say=say, local=local, fixed=fixed, capitalised=_capitalised, language=tag, words=_words)
     return made
+
+
+# What the script of a page shows, by the names that it uses.
+_WORDS = {
+    "placeholder": say("name, type or code"),
+    "search": say("Search"),
+    "type": say("Type of layer"),
+    "all": say("all types"),
+    "rows": say("{} of {} rows"),
+    "find": say("search"),
+    "move": say("rows"),
+    "open": say("open"),
+    "hint": say("Point at a layer, or use the arrow keys; a click or Enter opens its row."),
+    "layer": say("Layer"),
+    "first": say("first layer"),
+    "error": say("error"),
+    "warn": say("warn"),
+    "info": say("info"),
+}
+
+
+def _capitalised(text: str) -> str:
+    """A text in the language of the page, with a capital letter first."""
+    said = local(text)
+    return said[:1].upper() + said[1:]
+
+
+def _words() -> str:
+    """The words of the script in the language of the page, as JSON; empty for English, which the script has."""
+    return "" if tag() == "en" else json.dumps({name: local(word) for name, word in _WORDS.items()}, ensure_ascii=False)
 
 
 def standalone(picture: str) -> str:

@@ -12,6 +12,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any, Literal
 
+from gonio.messages import fixed, say
 from gonio.pages.picture import Area, Axis, Line, Mark, Picture, Values, bare
 from gonio.pages.tables import number
 
@@ -44,6 +45,10 @@ class Lane:
     chance: Values = ()
     others: Sequence[Values] = ()
     scale: Literal["linear", "auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("title", "note"):
+            object.__setattr__(self, name, fixed(getattr(self, name)))
 
     def binned(self, bins: Sequence[range]) -> Lane:
         """The lane with one entry for each of these runs of layers: medians, and the whole of the ranges."""
@@ -114,7 +119,14 @@ def depth_lane(lane: Lane, levels: Sequence[str], over: str = "depth") -> DrawnL
     marks += [_ticks(other, ("c6", "c3", "c4", "c7")[i % 4], 3.0) for i, other in enumerate(lane.others, start=1)]
     marks += [_ticks(lane.middles, "ink", 2.0)] if lane.ranges else []
     top, bottom = number(y.high), number(y.low)
-    title = f"{lane.title} over {over}: {lane.note}; from {bottom} to {top}"
+    title = say(
+        "{title} over {over}: {note}; from {bottom} to {top}",
+        title=lane.title,
+        over=fixed(over),
+        note=lane.note,
+        bottom=bottom,
+        top=top,
+    )
     picture = Picture(title, Axis(0.0, len(levels)), y, tuple(marks))
     return DrawnLane(lane.title, lane.note, top, bottom, bare(picture, WIDTH, HEIGHT, digits=1))
 

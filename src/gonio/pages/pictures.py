@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gonio.escaping import shorten
 from gonio.geometry import marchenko_pastur, random_angle_density
+from gonio.messages import joined, say
 from gonio.pages.picture import Area, Axis, Dots, Line, Mark, Picture, Values, fitted, stairs
 from gonio.pages.tables import number
 
@@ -85,8 +86,10 @@ def layer_angles(row: Any) -> Picture | None:
     edges = [*range(low, high, step), high]
     shares = [sum(counts[a:b]) / (row.pairs * (b - a)) for a, b in pairwise(edges)]
     beyond = sum(counts[:low]) + sum(counts[high:])
-    title = f"angles {mean:.1f} ± {std:.1f}°, by chance 90 ± {chance:.1f}°"
-    title += f"; {beyond} pair{'s' if beyond > 1 else ''} beyond the chart" if beyond else ""
+    title = say("angles {mean:.1f} ± {std:.1f}°, by chance 90 ± {chance:.1f}°", mean=mean, std=std, chance=chance)
+    if beyond:
+        s = "s" if beyond > 1 else ""
+        title = say("{title}; {n} pair{s} beyond the chart", title=title, n=beyond, s=s)
     drawn = angles(edges, {"this layer": ("c1", shares)}, dim=row.dim, title=title)
     x = Axis(low, high, "angle between filters [°]")
     y = Axis(0.0, drawn.y.high, "share of pairs per degree")
@@ -102,11 +105,12 @@ def layer_spectrum(row: Any) -> Picture | None:
     law = [std * value for value in random_quantiles(row.filters, row.dim)]
     shown = values[:: (len(values) - 1) // (_QUANTILES - 1)]
     shares = [i / (_QUANTILES - 1) for i in range(_QUANTILES)]
-    title = f"from {number(values[0])} to {number(values[-1])}, of random weights to {number(law[-1])}"
+    least, most, random = (number(value) for value in (values[0], values[-1], law[-1]))
+    title = say("from {least} to {most}, of random weights to {random}", least=least, most=most, random=random)
     marks = (Area(shares, [0.0] * len(shares), shown, opacity=0.4),
              Line(shares, law, "ink", 1.0, label="random weights"))  # fmt: skip
     y = Axis(0.0, 1.05 * max(values[-1], law[-1]), "singular value")
-    return Picture(title, Axis(0.0, 1.0, "share of the singular values"), y, marks, ends="smallest|largest")
+    return Picture(title, Axis(0.0, 1.0, say("share of the singular values")), y, marks, ends=say("smallest|largest"))
 
 
 @cache
@@ -228,7 +232,7 @@ def layer_norms(five: Sequence[float], low: float, high: float) -> Picture:
     log = high > _WIDE * low > 0
     places = [max(value, low) for value in five] if log else five
     row = Interval("", "c1", places[2], (places[0], places[-1]), (places[1], places[3]))
-    title = "minimum, quartiles, maximum: " + ", ".join(number(value) for value in five)
+    title = say("minimum, quartiles, maximum: {five}", five=joined([number(value) for value in five]))
     x = Axis(low if log else 0.0, high, log=log)
     return replace(intervals([row], "", title=title), x=x, ends=f"{number(x.low)}|{number(high)}")
 
@@ -371,5 +375,5 @@ def course(values: Values, predicted: Values, low: float, high: float, *, title:
     """A quantity over the steps of a training on a logarithmic axis, and its prediction."""
     steps, missing = list(range(len(values))), [value or None for value in values]
     marks = (Line(steps, missing), Line(steps[: len(predicted)], [value or None for value in predicted], "ink", 1.0))
-    ends = f"first step|rotation per step, {number(low)} to {number(high)} rad|last step"
+    ends = say("first step|rotation per step, {low} to {high} rad|last step", low=number(low), high=number(high))
     return Picture(title, Axis(0.0, max(len(values) - 1, 1)), Axis(low, high, log=True), marks, ends=ends)

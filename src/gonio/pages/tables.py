@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gonio.escaping import markdown_cell, markdown_table, plain, tex_cell
+from gonio.messages import Message, local
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -80,10 +81,10 @@ class TextTable:
         for i, title in enumerate(head or self.head):
             number_ = i in self.numbers
             made.add_column(
-                title, justify="right" if number_ else "left", overflow="fold", no_wrap=number_ and bool(head)
+                local(title), justify="right" if number_ else "left", overflow="fold", no_wrap=number_ and bool(head)
             )
         for at, row in enumerate(self.rows):
-            cells = [Text(plain(cell)) for cell in row]
+            cells = [Text(plain(local(cell) if isinstance(cell, Message) else cell)) for cell in row]
             if verdicts:
                 cells[self.head.index("verdict")] = verdicts[at]
             made.add_row(*cells)

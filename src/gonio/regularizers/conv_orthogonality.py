@@ -134,6 +134,7 @@ def _form(weight: Tensor, layout: Layout) -> _Form:
     return form
 
 
+@torch.compiler.assume_constant_result  # numbers of the geometry, not a part of the graph
 def _made(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> _Form:
     """The products of all phases one after the other."""
     # at stride 1 all shifts of a dilated kernel are multiples of the dilation

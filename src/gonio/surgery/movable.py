@@ -58,7 +58,7 @@ def movable(evaluation: Graph, training: Graph, same: Callable[[], SameFunction]
         layer for v in variables if v.free() for layer in (*v.producers, *(consumer for consumer, _ in v.consumers))
     }
     taken = frozenset(id(p) for layer in layers for p in layer.module.parameters(recurse=False))
-    return Movable(variables, _blocks(evaluation, same, taken), untraced)
+    return Movable(variables, movable_in_blocks(evaluation, same, taken), untraced)
 
 
 def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
@@ -77,7 +77,7 @@ def _ends(variable: ScaleVariable) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(layer.path for layer in variable.producers), consumers
 
 
-def _blocks(graph: Graph, same: Callable[[], SameFunction], taken: frozenset[int]) -> BlockSymmetries:
+def movable_in_blocks(graph: Graph, same: Callable[[], SameFunction], taken: frozenset[int]) -> BlockSymmetries:
     """The symmetries of attention and MLP blocks, of a model in which there may be some."""
     if not may_attend(graph):
         return BlockSymmetries()

@@ -65,6 +65,19 @@ class Planned:
     model: nn.Module
     lists: tuple[Repeated, ...]
 
+    def spread(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Parts, paths or symmetries, and their copies in layers of the same kind, in the order of the layers."""
+        return _spread(parts, self.lists)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor of the whole model; None if it has none of this name."""
+        for of in self.lists:
+            number, _, rest = name.removeprefix(f"{of.path}.").partition(".")
+            if name.startswith(f"{of.path}.") and number.isdecimal() and int(number) < len(of.like):
+                name = f"{of.path}.{of.like[int(number)]}.{rest}"
+        found = dict(self.model.named_parameters(remove_duplicate=False)).get(name)
+        return None if found is None else tuple(found.shape)
+
     def whole(self, found: Anatomy) -> Anatomy:
         """What was found in this model, for all layers."""
         attention, mlps = _spread(found.attention, self.lists), _spread(found.mlps, self.lists)

@@ -93,9 +93,9 @@ def rotate_(
         said: dict[str, dict[str, list[str]]] = {}
         for each in found.able:
             matrices = [_matrix(each, turn, random) for _ in each.slots]
-            for name, value in each.values(found.parameters, matrices).items():
+            for name in each.tensors:
                 parameter = found.parameters[name]
-                edit.set_data_(parameter, value.to(parameter.dtype))
+                edit.set_data_(parameter, each.turned(name, parameter, matrices).to(parameter.dtype))
                 path, _, own = name.rpartition(".")
                 said.setdefault(path, {}).setdefault(_words(each, turn), []).append(own)
         for path, by in said.items():

@@ -69,12 +69,12 @@ class Turn:
         """The names of what changes, in order."""
         return list(dict.fromkeys(slot.tensor for each in self.slots for slot in each))
 
-    def values(self, old: Mapping[str, Tensor], matrices: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors with which the outputs are the same, in float64."""
-        new = {name: old[name].detach().double().clone() for name in self.tensors}
+    def turned(self, name: str, value: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        """The value of a tensor with which the outputs are the same, in float64."""
+        new = value.detach().double().clone()
         for slots, matrix in zip(self.slots, matrices, strict=True):
-            for slot in slots:
-                slot.turn_(new[slot.tensor], matrix)
+            for slot in [slot for slot in slots if slot.tensor == name]:
+                slot.turn_(new, matrix)
         return new
 
 
@@ -102,11 +102,11 @@ class _OfTurns(TwinTrial[Turn]):
         random = generator(0, "turns")
         values: dict[str, Tensor] = {}
         for each in changes:
-            old = {name: values.get(name, self.value(name)) for name in each.tensors}
             matrices = [random_turn(each.size, random, keeps_mean=each.keeps_mean) for _ in each.slots]
-            values.update(each.values(old, matrices))
-        typed = {name: value.to(self.value(name).dtype) for name, value in values.items()}
-        return self.stays(typed, training=False)
+            for name in each.tensors:
+                new = each.turned(name, values.get(name, self.value(name)), matrices)
+                values[name] = new.to(self.value(name).dtype)
+        return self.stays(values, training=False)
 
 
 @dataclass(frozen=True)

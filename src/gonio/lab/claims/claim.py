@@ -16,26 +16,27 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
 from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.running.measures import spec_of
+from gonio.messages import say
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import Recipe
 from gonio.recipes.document import from_data, parse, read
 
 # The five documents that the claims come from, and the control of the method itself.
 SEEDS: Mapping[str, str] = {
-    "000": "angles between filters",
-    "001": "scale of weights",
-    "002": "normalisation",
-    "003": "decoupled networks",
-    "004": "geometric initialisation",
-    "training": "norms and angles while a network trains",
-    "control": "a claim that is false by construction",
+    "000": say("angles between filters"),
+    "001": say("scale of weights"),
+    "002": say("normalisation"),
+    "003": say("decoupled networks"),
+    "004": say("geometric initialisation"),
+    "training": say("norms and angles while a network trains"),
+    "control": say("a claim that is false by construction"),
 }
 # How far a verdict reaches: that of an identity is `holds` or `fails`; only in the field a paper is reproduced.
 SCOPES: Mapping[str, str] = {
-    "identity": "true to a tolerance, or not",
-    "mechanism": "why a method does what it does, in small networks",
-    "small": "small data or a small network",
-    "field": "real data at their own resolution, at least 10,000 training examples, a network of the field",
+    "identity": say("true to a tolerance, or not"),
+    "mechanism": say("why a method does what it does, in small networks"),
+    "small": say("small data or a small network"),
+    "field": say("real data at their own resolution, at least 10,000 training examples, a network of the field"),
 }
 CHOICE_SEEDS = (1_000_033, 1_000_037)  # runs that choose a dose; they are not judged
 FEWEST_DOSES = 6

@@ -13,6 +13,7 @@ from gonio.lab.claims.fairness import Runs, chosen, noise, obstacle
 from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, judge
 from gonio.lab.plan import Measure, counted
 from gonio.lab.running.measures import spec_of
+from gonio.messages import Message, joined, say
 
 SCHEMA = "gonio.claims/1"
 # What the verdicts of the engine are called in a scope; in the field they keep their names.
@@ -130,23 +131,29 @@ class ClaimResults:
     def headline(self) -> str:
         """How many claims ended with each verdict, scope by scope, in one sentence."""
         if not self.tried:
-            return "No claim was tried."
-        return f"{counted(len(self.tried), 'claim')} tried on this machine: {tally(self.tried)}"
+            return say("No claim was tried.")
+        claims = counted(len(self.tried), "claim")
+        return say("{claims} tried on this machine: {tally}", claims=claims, tally=tally(self.tried))
 
 
-def tally(found: Sequence[ClaimResult]) -> str:
+def tally(found: Sequence[ClaimResult]) -> Message:
     """The verdicts by scope, e.g. `identities: 3 hold; small scope: 1 seen, 1 undecided`."""
     parts = []
-    for scope, name in (("identity", "identities"), ("mechanism", "mechanisms"), ("small", "small scope"),
-                        ("field", "field scope")):  # fmt: skip
+    names = {
+        "identity": say("identities"),
+        "mechanism": say("mechanisms"),
+        "small": say("small scope"),
+        "field": say("field scope"),
+    }
+    for scope, name in names.items():
         of = [one for one in found if one.claim.scope == scope]
         order = {WORDS[scope].get(verdict, verdict): None for verdict in VERDICTS}
         counts = Counter(one.verdict for one in of)
         plural = {"holds": "hold", "fails": "fail"}
-        named = {word: plural.get(word, word) if counts[word] > 1 else word for word in order}
-        listed = ", ".join(f"{counts[word]} {said}" for word, said in named.items() if counts[word])
-        parts += [f"{name}: {listed}"] if of else []
-    return "; ".join(parts)
+        named = {word: Message(plural.get(word, word) if counts[word] > 1 else word, word) for word in order}
+        verdicts = [say("{n} {what}", n=counts[word], what=said) for word, said in named.items() if counts[word]]
+        parts += [say("{scope}: {verdicts}", scope=name, verdicts=joined(verdicts))] if of else []
+    return joined(parts, "; ")
 
 
 def judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:

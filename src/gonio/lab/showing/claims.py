@@ -23,6 +23,7 @@ from gonio.lab.plan import counted
 from gonio.lab.running.filter_summary import ANGLE_EDGES
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
+from gonio.messages import fixed, joined, local, say, tag
 from gonio.pages.picture import Picture, svg
 from gonio.pages.pictures import angles, colors, over_levels, pairs
 from gonio.pages.tables import TextTable, unit_of_difference
@@ -59,7 +60,7 @@ def claims_html(found: ClaimResults) -> str:
         }
         for one in found.results
     ]
-    page = {"found": found, "shown": shown, "seeds": SEEDS, "scopes": SCOPES}
+    page = {"found": found, "shown": shown, "seeds": SEEDS, "scopes": SCOPES, "sentence_of": sentence_of}
     return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
@@ -117,12 +118,15 @@ def _sentence(one: ClaimResult) -> str:
     return f"{one.verdict} ({one.claim.scope}{own}): {effect_text(one)}. {one.evidence.reason}".replace(": . ", ". ")
 
 
+_HEAD = (say("claim"), say("scope"), say("verdict"), say("effect"), say("Holm p"), say("seeds"), say("CPU time"))
+
+
 def claims_table(found: ClaimResults) -> TextTable:
     """One row per claim: name, scope, verdict, effect, p, runs, seconds."""
     rows = tuple(
         (
             one.claim.name,
-            one.claim.scope,
+            fixed(one.claim.scope),
             one.verdict,
             effect_text(one) or "–",
             p_value(one.evidence.p_holm),
@@ -131,9 +135,12 @@ def claims_table(found: ClaimResults) -> TextTable:
         )
         for one in found.results
     )
-    return TextTable(
-        "Claims", ("claim", "scope", "verdict", "effect", "Holm p", "seeds", "CPU time"), rows, texts=(0, 1, 2, 3)
-    )
+    return TextTable(say("Claims"), _HEAD, rows, texts=(0, 1, 2, 3))
+
+
+def sentence_of(claim: Claim) -> str:
+    """The sentence of a claim in the language of the reader."""
+    return claim.claim if tag() == "en" else claim.claim_zh or claim.claim
 
 
 def claims_text(found: ClaimResults) -> RenderableType:
@@ -142,17 +149,17 @@ def claims_text(found: ClaimResults) -> RenderableType:
 
 
 def _lines(found: ClaimResults) -> Iterator[RenderableType]:
-    yield Text(found.headline, style="bold")
+    yield Text(local(found.headline), style="bold")
     yield Text("")
     table = claims_table(found)
     tones = [
-        Text(f"{_MARKS[f.evidence.verdict][0]} {f.verdict}", style=TONES[_MARKS[f.evidence.verdict][1]])
+        Text(f"{_MARKS[f.evidence.verdict][0]} {local(f.verdict)}", style=TONES[_MARKS[f.evidence.verdict][1]])
         for f in found.results
     ]
     yield table.rich(head=table.head, verdicts=tones)
     yield Text("")
     for one in found.results:
-        yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(one.claim.claim)}")
+        yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(sentence_of(one.claim))}")
         yield Text(f"  {_MARKS[one.evidence.verdict][0]} {plain(_sentence(one))}")
 
 
@@ -196,8 +203,10 @@ def claimed_text(claim: Claim) -> str:
     """What would confirm the claim, in one sentence."""
     least = points(claim.sesoi, "%" if claim.measure == "trains" else "")
     if claim.direction == "same":
-        return f"Confirmed by a difference within ±{least}."
-    return f"Confirmed by a {'positive' if claim.direction == 'larger' else 'negative'} effect of at least {least}."
+        return say("Confirmed by a difference within ±{least}.", least=least)
+    if claim.direction == "larger":
+        return say("Confirmed by a positive effect of at least {least}.", least=least)
+    return say("Confirmed by a negative effect of at least {least}.", least=least)
 
 
 def arm_table(found: ClaimResult) -> TextTable:
@@ -214,9 +223,11 @@ def arm_table(found: ClaimResult) -> TextTable:
         for arm, values in judged.scores.items()
         if values
     ]
-    mean = f"mean, {found.unit}" if found.unit else "mean"
-    task = (f"task score, {found.runs.reached_unit}".removesuffix(", "),) if aside else ()
-    return TextTable("Scores", ("arm", mean, *task, f"range of {counted(found.evidence.n, 'seed')}"), tuple(rows))
+    mean = say("mean, {unit}", unit=fixed(found.unit)) if found.unit else say("mean")
+    score = say("task score, {unit}", unit=fixed(found.runs.reached_unit)) if found.runs.reached_unit else None
+    task = (score or say("task score"),) if aside else ()
+    seeds = say("range of {seeds}", seeds=counted(found.evidence.n, "seed"))
+    return TextTable(say("Scores"), (say("arm"), mean, *task, seeds), tuple(rows))
 
 
 def cost_text(found: ClaimResult) -> str:
@@ -224,9 +235,11 @@ def cost_text(found: ClaimResult) -> str:
     if not found.plan:
         return ""
     runs = found.planned - found.missing
-    lost = [f"{counted(count, 'run')} {word}" for count, word in
-            ((found.failed, "failed"), (found.diverged, "diverged"), (found.missing, "to do")) if count]  # fmt: skip
-    return ", ".join([f"{counted(runs, 'run')}, {found.seconds:.0f} s of CPU time", *lost])
+    said = [say("{runs}, {seconds:.0f} s of CPU time", runs=counted(runs, "run"), seconds=found.seconds)]
+    said += [say("{runs} failed", runs=counted(found.failed, "run"))] if found.failed else []
+    said += [say("{runs} diverged", runs=counted(found.diverged, "run"))] if found.diverged else []
+    said += [say("{runs} to do", runs=counted(found.missing, "run"))] if found.missing else []
+    return joined(said)
 
 
 def claim_explanation(claim: Claim) -> str:

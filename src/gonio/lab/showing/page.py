@@ -96,7 +96,7 @@ def environment() -> Environment:
         ).format(plain(color), "2" if dashed else "4.5", dash)
 
     made = pages.environment("gonio.lab.showing")
-    made.globals.update(key=key, say=tables, asdict=asdict, BASELINE=BASELINE, yaml_of=_yaml_of)
+    made.globals.update(key=key, tables=tables, asdict=asdict, BASELINE=BASELINE, yaml_of=_yaml_of)
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,6 +13,7 @@ from rich.text import Text
 from gonio.escaping import plain
 from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
 from gonio.lab.plan import BASELINE, counted
+from gonio.messages import Message, fixed, joined, local, say
 from gonio.pages.tables import TextTable, unit_of_difference
 
 # Symbol and tone: a verdict is never shown by colour alone.
@@ -84,13 +85,14 @@ def rho(effect: Effect) -> str:
 
 def lost(runs: Effect | RecipeTuning) -> list[str]:
     """The numbers of failed and of diverged runs, where there are any."""
-    return [f"{n} {word}" for n, word in ((runs.failed, "failed"), (runs.diverged, "diverged")) if n]
+    failed = [say("{n} failed", n=runs.failed)] if runs.failed else []
+    return [*failed, *([say("{n} diverged", n=runs.diverged)] if runs.diverged else [])]
 
 
-def verdict_text(effect: Effect) -> str:
-    """The verdict with its limits: lost runs, and more than one change."""
+def verdict_text(effect: Effect, word: Callable[[str], str] = str) -> str:
+    """The verdict with its limits: lost runs, and more than one change; `word` translates."""
     limits = [*lost(effect), *(["confounded"] if effect.confounded else [])]
-    return f"{effect.verdict} ({', '.join(limits)})" if limits else effect.verdict
+    return f"{word(effect.verdict)} ({', '.join(map(word, limits))})" if limits else word(effect.verdict)
 
 
 def won(effect: Effect) -> str:
@@ -134,10 +136,14 @@ def threat_text(results: Results) -> str:
     if threat is None:
         return ""
     bounds = [f"{b:g}" for b in (threat.low, threat.high) if b is not None]
-    inside = f", within {' to '.join(bounds)}" if len(bounds) == 2 else ""
-    return (
-        f"each input value changed by at most {threat.epsilon:.3g}{inside}; {counted(threat.examples, 'example')}; "
-        f"PGD with {counted(threat.steps, 'step')} and {counted(threat.restarts, 'restart')}"
+    inside = say(", within {bounds}", bounds=joined(bounds, last=" to ")) if len(bounds) == 2 else ""
+    return say(
+        "each input value changed by at most {epsilon:.3g}{inside}; {examples}; PGD with {steps} and {restarts}",
+        epsilon=threat.epsilon,
+        inside=inside,
+        examples=counted(threat.examples, "example"),
+        steps=counted(threat.steps, "step"),
+        restarts=counted(threat.restarts, "restart"),
     )
 
 
@@ -146,37 +152,45 @@ def tuning_text(results: Results) -> str:
     tuning = results.plan.tuning
     if tuning is None:
         return ""
-    return (
-        f"{counted(tuning.trials, 'trial')} per recipe on seed {tuning.seed}, sampler {tuning.sampler}; learning rate "
-        f"within a factor of {tuning.rate_factor:g} of its default, strengths within {tuning.strength_factor:g}"
+    return say(
+        "{trials} per recipe on seed {seed}, sampler {sampler}; learning rate within a factor of {rate:g} of its "
+        "default, strengths within {strength:g}",
+        trials=counted(tuning.trials, "trial"),
+        seed=tuning.seed,
+        sampler=tuning.sampler,
+        rate=tuning.rate_factor,
+        strength=tuning.strength_factor,
     )
 
 
 def seen(results: Results) -> str:
     """How often the results were looked at, if more than once, and how often the study was extended afterwards."""
     looks, extended = len(results.looks), len(results.plan.history)
-    found = [f"looked at {looks} times"] if looks > 1 else []
-    found += [f"extended {counted(extended, 'time')} after a look"] if extended else []
-    return " and ".join(found)
+    found = [say("looked at {n} times", n=looks)] if looks > 1 else []
+    found += [say("extended {times} after a look", times=counted(extended, "time"))] if extended else []
+    return joined(found, last=" and ")
 
 
 def headline(results: Results) -> str:
     """The outcome in one sentence: the strongest statement that the results allow."""
     effects, scale = results.effects, Scale.of(results)
     if not effects:
-        return "There are no results yet."
+        return say("There are no results yet.")
     if any(effect.verdict == "not a fair test" for effect in effects):
         return next(effect.reason for effect in effects if effect.verdict == "not a fair test")
     if len(effects) == 1:
         return _single(effects[0], scale)
     helps, hurts = ([e for e in effects if e.verdict == verdict] for verdict in ("helps", "hurts"))
-    lead, word = helps or hurts, "help" if helps else "hurt"
+    lead, told = helps or hurts, {"n": len(effects)}
     if not lead:
-        return f"None of the {len(effects)} recipes is shown to help or to hurt: {_tally(effects)}."
+        return say("None of the {n} recipes is shown to help or to hurt: {tally}.", tally=_tally(effects), **told)
     best = max(lead, key=lambda e: abs(e.mean or 0.0))
     if len(lead) == 1:
-        return f"{plain(best.recipe)} {word}s: {_estimate(best, scale)}."
-    return f"{len(lead)} of {len(effects)} recipes {word}, most {plain(best.recipe)}: {_estimate(best, scale)}."
+        return _single(best, scale)
+    of = {"lead": len(lead), **told, "name": plain(best.recipe), "estimate": _estimate(best, scale)}
+    if helps:
+        return say("{lead} of {n} recipes help, most {name}: {estimate}.", **of)
+    return say("{lead} of {n} recipes hurt, most {name}: {estimate}.", **of)
 
 
 def others(results: Results) -> str:
@@ -186,35 +200,43 @@ def others(results: Results) -> str:
     rest = [e for e in results.effects if e.verdict != lead]
     if lead not in verdicts or not rest:
         return ""
-    first = f"{plain(rest[0].recipe)}: {plain(rest[0].verdict)}."
-    return first if len(rest) == 1 else f"Of the other {len(rest)}: {_tally(rest)}."
+    if len(rest) == 1:
+        return say("{name}: {verdict}.", name=plain(rest[0].recipe), verdict=fixed(plain(rest[0].verdict)))
+    return say("Of the other {n}: {tally}.", n=len(rest), tally=_tally(rest))
 
 
-_SHORT = {"hurts": "hurting", "helps": "helping", "undecided": "undecided"}
+_SHORT = {"hurts": say("hurting"), "helps": say("helping"), "undecided": fixed("undecided")}
 
 
-def _tally(effects: Sequence[Effect]) -> str:
+def _tally(effects: Sequence[Effect]) -> Message:
     words = Counter(e.verdict for e in effects)
-    *parts, last = [f"{n} {_SHORT.get(verdict, f'with {verdict}')}" for verdict, n in words.items()]
-    return f"{', '.join(parts)} and {last}" if parts else last
+    parts = [
+        say("{n} {what}", n=n, what=_SHORT.get(verdict) or say("with {verdict}", verdict=fixed(verdict)))
+        for verdict, n in words.items()
+    ]
+    return joined(parts, last=" and ")
 
 
 def _single(effect: Effect, scale: Scale) -> str:
     name, estimate = plain(effect.recipe), _estimate(effect, scale)
     match effect.verdict:
-        case "helps" | "hurts":
-            return f"{name} {effect.verdict}: {estimate}."
+        case "helps":
+            return say("{name} helps: {estimate}.", name=name, estimate=estimate)
+        case "hurts":
+            return say("{name} hurts: {estimate}.", name=name, estimate=estimate)
         case "no useful effect":
-            return f"{name} has no useful effect: {estimate}."
+            return say("{name} has no useful effect: {estimate}.", name=name, estimate=estimate)
         case _:
-            return f"Undecided whether {name} helps or hurts: {estimate}."
+            return say("Undecided whether {name} helps or hurts: {estimate}.", name=name, estimate=estimate)
 
 
 def _estimate(effect: Effect, scale: Scale) -> str:
     if effect.mean is None:
-        return "no estimate"
-    interval = scale.interval(effect.low, effect.high)
-    return f"{scale.signed(effect.mean)} {scale.unit}" + (f" (95 % interval {interval})" if interval else "")
+        return say("no estimate")
+    told = {"mean": scale.signed(effect.mean), "unit": fixed(scale.unit)}
+    if interval := scale.interval(effect.low, effect.high):
+        return say("{mean} {unit} (95 % interval {interval})", interval=interval, **told)
+    return say("{mean} {unit}", **told)
 
 
 def partial(results: Results) -> str:
@@ -222,12 +244,12 @@ def partial(results: Results) -> str:
     statuses = Counter(run.status for run in results.runs)
     total = counted(len(results.runs) + results.missing, "run")
     fates = {
-        "diverged and counted as the worst score": statuses["diverged"],
-        "failed and left no score": statuses["failed"],
-        "have not ended yet": results.missing,
+        say("diverged and counted as the worst score"): statuses["diverged"],
+        say("failed and left no score"): statuses["failed"],
+        say("have not ended yet"): results.missing,
     }
-    parts = [f"{n} of {total} {fate}" for fate, n in fates.items() if n]
-    return f"{'; '.join(parts)}." if parts else ""
+    parts = [say("{n} of {total} {fate}", n=n, total=total, fate=fate) for fate, n in fates.items() if n]
+    return say("{parts}.", parts=joined(parts, "; ")) if parts else ""
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -257,8 +279,16 @@ def verdicts(results: Results) -> TextTable:
         numbers = (scale.signed(e.mean), scale.interval(e.low, e.high), p_value(e.p_holm))
         return (e.recipe, *numbers, verdict_text(e), ratio(e.step_time), ratio(e.memory))
 
-    head = ("recipe", f"effect in {scale.unit}", "95 % interval", "Holm p", "verdict", "step time", "memory")
-    return TextTable("Verdicts", head, tuple(map(row, results.effects)), (0, 4))
+    head = (
+        say("recipe"),
+        say("effect in {unit}", unit=fixed(scale.unit)),
+        say("95 % interval"),
+        say("Holm p"),
+        say("verdict"),
+        say("step time"),
+        say("memory"),
+    )
+    return TextTable(say("Verdicts"), head, tuple(map(row, results.effects)), (0, 4))
 
 
 def evidence(results: Results) -> TextTable:
@@ -268,9 +298,17 @@ def evidence(results: Results) -> TextTable:
     def row(e: Effect) -> tuple[str, ...]:
         return (e.recipe, str(e.n), str(e.failed), str(e.diverged), rho(e), scale.score(e.mde), won(e))
 
-    detectable = f"detectable effect, {scale.unit}"
-    head = ("recipe", "pairs", "failed", "diverged", "pair correlation", detectable, "seeds won")
-    return TextTable("Evidence", head, tuple(map(row, results.effects)))
+    detectable = say("detectable effect, {unit}", unit=fixed(scale.unit))
+    head = (
+        say("recipe"),
+        say("pairs"),
+        say("failed"),
+        say("diverged"),
+        say("pair correlation"),
+        detectable,
+        say("seeds won"),
+    )
+    return TextTable(say("Evidence"), head, tuple(map(row, results.effects)))
 
 
 def further(results: Results) -> TextTable:
@@ -284,9 +322,9 @@ def further(results: Results) -> TextTable:
         mean = "" if one.recipe == BASELINE else shown.signed(one.mean)
         return (one.recipe, name, shown.score(one.score), mean, shown.interval(one.low, one.high))
 
-    head = ("recipe", "metric", "mean", "difference", "95 % interval")
+    head = (say("recipe"), say("metric"), say("mean"), say("difference"), say("95 % interval"))
     remark = "Differences are paired by seed and not corrected for the number of recipes: no verdict."
-    return TextTable("Further metrics", head, tuple(map(row, results.further)), (0, 1), (remark,))
+    return TextTable(say("Further metrics"), head, tuple(map(row, results.further)), (0, 1), (remark,))
 
 
 def attacks(results: Results) -> TextTable:
@@ -299,11 +337,11 @@ def attacks(results: Results) -> TextTable:
         mean = "" if robust.recipe == BASELINE else points.signed(robust.mean)
         return (robust.recipe, *cells, mean, points.interval(robust.low, robust.high))
 
-    head = ("recipe", *(ATTACKS[name] for name in made), "difference in the worst", "95 % interval")
+    head = (say("recipe"), *(ATTACKS[name] for name in made), say("difference in the worst"), say("95 % interval"))
     remark = "The difference is in points, paired by seed and not corrected for the number of recipes: no verdict."
     signs = [f"{recipe}: {sign}" for recipe, found in hidden_gradients(results).items() for sign in found]
     rows = tuple(map(row, results.robustness)) if made else ()
-    return TextTable("Accuracy under attack, %", head, rows, notes=(f"{threat_text(results)}. {remark}", *signs))
+    return TextTable(say("Accuracy under attack, %"), head, rows, notes=(f"{threat_text(results)}. {remark}", *signs))
 
 
 def hidden_gradients(results: Results) -> dict[str, list[str]]:
@@ -324,9 +362,16 @@ def costs(results: Results) -> TextTable:
         cpu = f"{duration(whole)}, {duration(trials)} of it tuning" if trials else duration(whole)
         return (e.recipe, added(e.parameters), added(e.flops), reached(e.reach), cpu)
 
-    head = ("recipe", "parameters added", "FLOPs added per step", "time to the baseline's last validation score")
+    head = (
+        say("recipe"),
+        say("parameters added"),
+        say("FLOPs added per step"),
+        say("time to the baseline's last validation score"),
+    )
     measured = any(e.parameters or e.flops or e.reach for e in results.effects)
-    return TextTable("Costs", (*head, "CPU time of the study"), tuple(map(row, results.effects)) if measured else ())
+    return TextTable(
+        say("Costs"), (*head, say("CPU time of the study")), tuple(map(row, results.effects)) if measured else ()
+    )
 
 
 def tuning(results: Results) -> TextTable:
@@ -338,8 +383,16 @@ def tuning(results: Results) -> TextTable:
         scores = (scale.score(t.default_score), scale.score(t.score))
         values = (_values(t.defaults), _values(t.chosen) or "not yet")
         rows.append((t.recipe, trials, *values, *scores, duration(t.seconds)))
-    head = ("recipe", "trials", "defaults", "chosen", "validation, defaults", "validation, chosen", "CPU time")
-    return TextTable("Tuning", head, tuple(rows), (0, 2, 3))
+    head = (
+        say("recipe"),
+        say("trials"),
+        say("defaults"),
+        say("chosen"),
+        say("validation, defaults"),
+        say("validation, chosen"),
+        say("CPU time"),
+    )
+    return TextTable(say("Tuning"), head, tuple(rows), (0, 2, 3))
 
 
 def _values(values: Mapping[str, float]) -> str:
@@ -376,37 +429,43 @@ class _Verdicts:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         results, scale = self.results, Scale.of(self.results)
         sentences = ((headline, "bold"), (others, ""), (partial, "dark_orange3"))
-        yield from (Text(said, style=style) for sentence, style in sentences if (said := sentence(results)))
+        yield from (Text(local(said), style=style) for sentence, style in sentences if (said := sentence(results)))
         yield Text("")
         table, marked, seen_ = verdicts(results), [_verdict(effect) for effect in results.effects], evidence(results)
         if options.max_width >= TABLE_WIDTH:
-            head = (table.head[0], scale.unit, *table.head[2:5], "time", "memory")
+            head = (table.head[0], scale.unit, *table.head[2:5], say("time"), say("memory"))
             yield from (table.rich(head=head, verdicts=marked), Text(""), seen_.rich())
         else:
             for verdict, row, evident in zip(marked, table.rows, seen_.rows, strict=True):
                 yield Text.assemble((plain(row[0]), "bold"), "  ", verdict)
                 cells = [*zip(table.head, row, strict=True), *zip(seen_.head, evident, strict=True)]
-                shown = [f"{title} {cell}" for title, cell in cells if cell not in ("", "–")]
-                yield Text(f"  {', '.join(said for said in shown if not said.startswith(('recipe ', 'verdict ')))}")
+                shown = [(title, cell) for title, cell in cells if cell not in ("", "–")]
+                told = [f"{local(title)} {cell}" for title, cell in shown if title not in ("recipe", "verdict")]
+                yield Text(f"  {', '.join(told)}")
         for table in (further(results), attacks(results)):
             if table.rows:
-                yield from (Text(""), Text(table.title, style="dim"), table.rich())
+                yield from (Text(""), Text(local(table.title), style="dim"), table.rich())
         for recipe, signs in hidden_gradients(results).items():
             yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
         yield Text("")
-        yield Text(_baseline(results, scale), style="dim")
+        yield Text(local(_baseline(results, scale)), style="dim")
 
 
 def _verdict(e: Effect) -> Text:
     symbol, tone = mark(e.verdict)
-    return Text(f"{symbol} {plain(verdict_text(e))}", style=TONES[tone])
+    return Text(f"{symbol} {plain(verdict_text(e, local))}", style=TONES[tone])
 
 
 def _baseline(results: Results, scale: Scale) -> str:
     plan = results.plan
     mean, sd = scale.score(results.baseline_mean), scale.score(results.baseline_sd)
-    sesoi = f"±{scale.score(plan.sesoi)} {scale.unit}" if plan.sesoi else "none"
-    return (
-        f"baseline {mean} ± {sd} {plain(plan.unit)} (mean ± sd over seeds) · smallest effect of interest {sesoi}"
-        f" · {len(plan.seeds)} seeds" + (f" · {seen(results)}" if seen(results) else "")
+    sesoi = say("±{size} {unit}", size=scale.score(plan.sesoi), unit=fixed(scale.unit)) if plan.sesoi else say("none")
+    said = say(
+        "baseline {mean} ± {sd} {unit} (mean ± sd over seeds) · smallest effect of interest {sesoi} · {n} seeds",
+        mean=mean,
+        sd=sd,
+        unit=fixed(plain(plan.unit)),
+        sesoi=sesoi,
+        n=len(plan.seeds),
     )
+    return joined([said, *([seen(results)] if seen(results) else [])], " · ")

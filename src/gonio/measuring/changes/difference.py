@@ -31,6 +31,7 @@ from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
+from gonio.messages import Message, joined, local, say
 from gonio.pages.tables import bare_table, number
 
 _HEADS = 8  # that a terminal shows
@@ -76,8 +77,8 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
 GROUPED: tuple[tuple[str, str, Callable[[TensorDifference], float | None]], ...] = (
     ("change", "norm of the difference over the norm before", lambda t: t.relative),
     ("norm ratio", "median over filters of the norm after over before", lambda t: t.norm_ratio),
-    ("angle", "mean angle of the filters before and after, in degrees", lambda t: t.angle_mean),
-    ("intruders", "of the 10 top directions after", lambda t: t.intruders),
+    ("angle", say("mean angle of the filters before and after, in degrees"), lambda t: t.angle_mean),
+    ("intruders", say("of the 10 top directions after"), lambda t: t.intruders),
 )
 KEPT = ("relative", "form", "norm_ratio", "angle_mean", "intruders", "angle_max", "rank_99")
 
@@ -173,25 +174,36 @@ class Differences(Table[TensorDifference]):
         return tuple(made)
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Message:
         """How much changed, and what was found, as a sentence."""
         if not self.moved:
             equal = sum(tensor.status == "equal" for tensor in self.tensors)
-            return f"Nothing changed: {counted(equal, 'tensor')} equal." if equal else "Nothing could be compared."
+            if not equal:
+                return say("Nothing could be compared.")
+            return say("Nothing changed: {tensors} equal.", tensors=counted(equal, "tensor"))
         known = [tensor.relative for tensor in self.moved if tensor.relative is not None]
         low, high = (number(end, 2) for end in (min(known), max(known))) if known else ("", "")
-        by = "" if not known else f", by {low} of the norm" if low == high else f", by {low} to {high} of the norm"
-        changed = f"{len(self.moved):,} of {counted(len(self.tensors), 'tensor')} changed{by}."
-        found = verdict(self.findings, [tensor.path for tensor in self.moved], "changed tensor")
-        return f"{changed} {found}"
+        of = {"n": len(self.moved), "tensors": counted(len(self.tensors), "tensor")}
+        if not known:
+            changed = say("{n:,} of {tensors} changed.", **of)
+        elif low == high:
+            changed = say("{n:,} of {tensors} changed, by {low} of the norm.", low=low, **of)
+        else:
+            changed = say("{n:,} of {tensors} changed, by {low} to {high} of the norm.", low=low, high=high, **of)
+        return joined([changed, verdict(self.findings, [t.path for t in self.moved], "changed tensor")], " ")
 
     @property
-    def coverage(self) -> str:
+    def coverage(self) -> Message:
         """How many tensors were compared, and why the others were not."""
         equal = sum(t.status == "equal" for t in self.tensors)
         left = reasons([t for t in self.tensors if t.status == "not compared"])
-        said = f"Compared: {equal + len(self.moved)} of {counted(len(self.tensors), 'tensor')}, {equal} of them equal."
-        return f"{said} Not compared: {left or 'none'}."
+        return say(
+            "Compared: {n} of {tensors}, {equal} of them equal. Not compared: {left}.",
+            n=equal + len(self.moved),
+            tensors=counted(len(self.tensors), "tensor"),
+            equal=equal,
+            left=left,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
@@ -235,9 +247,9 @@ class Differences(Table[TensorDifference]):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Text(f"{plain(self.before)} → {plain(self.after)}", style="bold")
-        yield Text(self.verdict)
+        yield Text(local(self.verdict))
         for note in self.notes:
-            yield Text(plain(note), style="dim")
+            yield Text(plain(local(note)), style="dim")
         yield Text("")
         yield from render_findings(self.findings)
         if self.moved:
@@ -246,24 +258,24 @@ class Differences(Table[TensorDifference]):
             if groups is not None:
                 yield groups.rich()
                 yield Text("")
-                yield Text(said, style="dim")
+                yield Text(local(said), style="dim")
             yield tensor_table("tensor", shown, COLUMNS, KEPT, options.max_width, flagged=flagged)
             yield Text("")
         if any(head.relative for head in self.heads):
             yield _head_table(self.heads)
             yield Text("")
-        yield Text(self.coverage, style="dim")
+        yield Text(local(self.coverage), style="dim")
 
 
 def _head_table(heads: Sequence[HeadChange]) -> RichTable:
     """The heads that moved most."""
     changed = sorted((head for head in heads if head.relative), key=lambda head: -(head.relative or 0.0))
-    said = f"{len(changed)} of {counted(len(heads), 'head')} changed, most"
-    table = bare_table(said, ["head", "change", *ROLES])
+    said = say("{n} of {heads} changed, most", n=len(changed), heads=counted(len(heads), "head"))
+    table = bare_table(local(said), [local("head"), local("change"), *ROLES])
     for head in changed[:_HEADS]:
         figures_ = (head.relative, *(getattr(head, role) for role in ROLES))
         cells = ("–" if each is None else number(each) for each in figures_)
-        table.add_row(Text(shorten(head.path or "the model")), str(head.head), *cells)
+        table.add_row(Text(shorten(head.path or local("the model"))), str(head.head), *cells)
     return table
 
 

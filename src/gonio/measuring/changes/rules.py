@@ -11,6 +11,7 @@ from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
 from gonio.measuring.exports import are
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
+from gonio.messages import say
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
 DWARFED = 1.0  # relative change of a weight by an adapter
@@ -68,13 +69,17 @@ def _nonfinite(t: TensorDifference) -> str | None:
 def _intruders(t: TensorDifference) -> str | None:
     top = len(t.intruder_cosines)
     for found, by_chance, of in (
-        (t.intruders, t.intruders_random, f"{top} top"),
-        (t.intruders_first, t.intruders_first_random, f"{FIRST} largest"),
+        (t.intruders, t.intruders_random, say("{top} top", top=top)),
+        (t.intruders_first, t.intruders_first_random, say("{FIRST} largest", FIRST=FIRST)),
     ):
         if found is not None and found >= (by_chance or 0) + MORE:
-            return (
-                f"{found} of the {of} directions {are(found)} like none of the base; "
-                f"{by_chance or 0} after a random change of the same norm"
+            return say(
+                "{found} of the {of} directions {are} like none of the base; {value} after a random "
+                "change of the same norm",
+                found=found,
+                of=of,
+                are=are(found),
+                value=by_chance or 0,
             )
     return None
 
@@ -83,14 +88,18 @@ def _intruders(t: TensorDifference) -> str | None:
 def _dwarfed(t: TensorDifference) -> str | None:
     if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2:
         return None
-    return f"the change has {t.relative:.3g} times the norm of the base"
+    return say("the change has {relative:.3g} times the norm of the base", relative=t.relative)
 
 
 @rule("G505", TENSOR_RULES)
 def _reordered(t: TensorDifference) -> str | None:
     if not t.reordered:
         return None
-    return f"{t.reordered} of its filters {are(t.reordered)} at other places: those of the base in another order"
+    return say(
+        "{reordered} of its filters {are} at other places: those of the base in another order",
+        reordered=t.reordered,
+        are=are(t.reordered),
+    )
 
 
 @rule("G506", TENSOR_RULES)
@@ -98,8 +107,18 @@ def _zeroed(t: TensorDifference) -> str | None:
     zeroed, entries = t.entries_zeroed or 0, prod(t.shape)
     if len(t.shape) < 2 or zeroed < 2 or zeroed <= ZEROED * entries:
         return None
-    rest = "no other entry changed" if zeroed == t.entries_changed else f"{t.entries_changed} entries changed"
-    return f"{zeroed} of {entries} entries became 0 ({zeroed / entries:.2g}); {rest}"
+    rest = (
+        say("no other entry changed")
+        if zeroed == t.entries_changed
+        else say("{entries_changed} entries changed", entries_changed=t.entries_changed)
+    )
+    return say(
+        "{zeroed} of {entries} entries became 0 ({value:.2g}); {rest}",
+        zeroed=zeroed,
+        entries=entries,
+        value=zeroed / entries,
+        rest=rest,
+    )
 
 
 @rule("G503", MODEL_RULES)
@@ -108,8 +127,12 @@ def _untouched(change: WholeChange) -> str | None:
     few = len(equal) < len(change.weights) or not change.weights
     if change.adapters or not equal or not few or len(equal) > UNTOUCHED * len(change.weights):
         return None
-    return (
-        f"{len(equal)} of {len(change.weights)} weights {are(len(equal))} equal to the base: {listing(equal, limit=4)}"
+    return say(
+        "{count} of {count_2} weights {are} equal to the base: {equal}",
+        count=len(equal),
+        count_2=len(change.weights),
+        are=are(len(equal)),
+        equal=listing(equal, limit=4),
     )
 
 
@@ -117,9 +140,16 @@ def _untouched(change: WholeChange) -> str | None:
 def _cancel(pair: Pairing) -> str | None:
     if pair.cosine > -max(CANCELLED, SIGMAS * pair.chance):
         return None
-    return (
-        f"the changes of {pair.first} and {pair.second} have a cosine of {pair.cosine:.2f} (by chance 0 ± "
-        f"{pair.chance:.2g}): their mean keeps {pair.kept:.0%} of their norm, {1 / sqrt(2):.0%} for unrelated changes"
+    return say(
+        "the changes of {first} and {second} have a cosine of {cosine:.2f} (by chance 0 ± "
+        "{chance:.2g}): their mean keeps {kept:.0%} of their norm, {value:.0%} for unrelated "
+        "changes",
+        first=pair.first,
+        second=pair.second,
+        cosine=pair.cosine,
+        chance=pair.chance,
+        kept=pair.kept,
+        value=1 / sqrt(2),
     )
 
 

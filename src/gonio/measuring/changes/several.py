@@ -26,6 +26,7 @@ from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
+from gonio.messages import Message, joined, local, say
 from gonio.pages.tables import bare_table, number
 
 BLOCK = 1 << 20  # entries of each change in float64 at once
@@ -123,18 +124,20 @@ class Changes(Table[Agreement]):
         return _numbered([model.after for model in self.models])
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Message:
         """How far the changes agree, and what was found, as a sentence."""
         whole, many = self.whole, len(self.models)
         pairs = [c for i, row in enumerate(whole.cosines) for c in row[:i] if c is not None]
         plainly = [*self.findings, *(finding for model in self.models for finding in model.findings)]
         found = verdict(plainly, [tensor.path for tensor in self.tensors], "changed tensor")
         if not pairs:
-            return f"The changes of {many} models could not be compared. {found}"
+            return joined([say("The changes of {n} models could not be compared.", n=many), found], " ")
         low, high = _cosine(min(pairs)), _cosine(max(pairs))
-        said = f"cosine {low}" if low == high else f"cosines {low} to {high}"
-        mean = "" if whole.kept is None else f"; their mean keeps {whole.kept:.0%} of their norm"
-        return f"{many} changes: {said}, by chance 0 ± {whole.chance:.2g}{mean}. {found}"
+        said = say("cosine {low}", low=low) if low == high else say("cosines {low} to {high}", low=low, high=high)
+        said = say("{n} changes: {cosines}, by chance 0 ± {chance:.2g}", n=many, cosines=said, chance=whole.chance)
+        if whole.kept is not None:
+            said = say("{said}; their mean keeps {kept:.0%} of their norm", said=said, kept=whole.kept)
+        return joined([say("{said}.", said=said), found], " ")
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
@@ -147,9 +150,10 @@ class Changes(Table[Agreement]):
         return worst_first((*self.findings, *own))
 
     @property
-    def coverage(self) -> str:
+    def coverage(self) -> Message:
         """How many tensors were compared, model by model."""
-        return " ".join(f"{name}: {model.coverage}" for name, model in zip(self.names, self.models, strict=True))
+        models = zip(self.names, self.models, strict=True)
+        return joined([say("{name}: {coverage}", name=name, coverage=model.coverage) for name, model in models], " ")
 
     @property
     def by_cosine(self) -> tuple[Agreement, ...]:
@@ -192,23 +196,26 @@ class Changes(Table[Agreement]):
         return f"<Changes of {len(self.models)} models, {counted(len(self.tensors), 'tensor')}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(f"{plain(self.base)} → {len(self.models)} models", style="bold")
-        yield Text(self.verdict)
+        yield Text(local(say("{base} → {n} models", base=plain(self.base), n=len(self.models))), style="bold")
+        yield Text(local(self.verdict))
         yield Text("")
         yield from render_findings(self.all_findings)
         yield from self._cosines()
         yield tensor_table("tensor", [self.whole, *self.by_cosine], COLUMNS, KEPT, options.max_width)
         yield Text("")
-        yield Text(self.coverage, style="dim")
+        yield Text(local(self.coverage), style="dim")
 
     def _cosines(self) -> Iterator[RenderableType]:
         """The N × N cosines over all tensors, with each model's change."""
-        table = bare_table("model", ["change", "intruders", *map(str, range(1, len(self.models) + 1))])
+        table = bare_table(
+            local("model"), [local("change"), local("intruders"), *map(str, range(1, len(self.models) + 1))]
+        )
         for i, (name, model) in enumerate(zip(self.names, self.models, strict=True)):
             found = str(sum(t.intruders or 0 for t in model.moved))
             cells = [number(self.whole.relative[i]), found, *(_cosine(c) for c in self.whole.cosines[i])]
             table.add_row(Text(f"{i + 1}  {plain(name)}"), *cells)
-        yield Text(f"Cosines of the changes (by chance 0 ± {self.whole.chance:.2g}):", style="bold")
+        said = say("Cosines of the changes (by chance 0 ± {chance:.2g}):", chance=self.whole.chance)
+        yield Text(local(said), style="bold")
         yield table
         yield Text("")
 

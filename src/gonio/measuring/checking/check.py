@@ -20,11 +20,12 @@ from gonio.escaping import html_table, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
 from gonio.measuring.checking.rules import checked, with_siblings
 from gonio.measuring.checking.scan import TensorCheck, scan_all
-from gonio.measuring.exports import counted, json_data
+from gonio.measuring.exports import are, counted, json_data
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.entry import INTEGERS, dtype_named
 from gonio.measuring.reading.source import name_of, small_json
 from gonio.measuring.showing.table import Table
+from gonio.messages import Message, joined, local, say
 
 Level = Literal["info", "warn", "error"]
 
@@ -71,17 +72,24 @@ class CheckpointContents:
 
     def __str__(self) -> str:
         """One line, for example `llama, 1.24 billion parameters in 146 tensors (146 bfloat16), 16 layers`."""
-        dtypes = ", ".join(f"{n} {plain(dtype, longest=40)}" for dtype, n in self.dtypes.items())
-        parts = [f"{_large(self.parameters)} in {counted(self.tensors, 'tensor')} ({dtypes})"]
+        return str(self.said)
+
+    @property
+    def said(self) -> Message:
+        """The line as a message."""
+        dtypes = joined([f"{n} {plain(dtype, longest=40)}" for dtype, n in self.dtypes.items()])
+        size = {"parameters": _large(self.parameters), "tensors": counted(self.tensors, "tensor"), "dtypes": dtypes}
+        parts: list[str] = [say("{parameters} in {tensors} ({dtypes})", **size)]
         parts = [plain(self.family, longest=80), *parts] if self.family else parts
-        parts += [counted(n, word) for n, word in ((self.layers, "layer"), (self.heads, "head")) if n is not None]
-        parts += [f"{self.kv_heads} for keys and values"] if self.kv_heads not in (None, self.heads) else []
-        parts += [f"width {self.width}"] if self.width is not None else []
-        parts += [f"vocabulary {self.vocabulary:,}"] if self.vocabulary is not None else []
-        parts += [f"quantised by {plain(self.quantisation, longest=80)}"] if self.quantisation else []
-        parts += [f"adapter of kind {plain(self.adapter, longest=80)}"] if self.adapter else []
-        parts += [f"{counted(self.beside, 'tensor')} beside the model"] if self.beside else []
-        return ", ".join([*parts, *([counted(self.files, "file")] if self.files else [])])
+        parts += [counted(self.layers, "layer")] if self.layers is not None else []
+        parts += [counted(self.heads, "head")] if self.heads is not None else []
+        parts += [say("{n} for keys and values", n=self.kv_heads)] if self.kv_heads not in (None, self.heads) else []
+        parts += [say("width {n}", n=self.width)] if self.width is not None else []
+        parts += [say("vocabulary {n:,}", n=self.vocabulary)] if self.vocabulary is not None else []
+        parts += [say("quantised by {name}", name=plain(self.quantisation, longest=80))] if self.quantisation else []
+        parts += [say("adapter of kind {name}", name=plain(self.adapter, longest=80))] if self.adapter else []
+        parts += [say("{tensors} beside the model", tensors=counted(self.beside, "tensor"))] if self.beside else []
+        return joined([*parts, *([counted(self.files, "file")] if self.files else [])])
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,22 +121,22 @@ class CheckResult(Table[TensorCheck]):
         return all(finding.level == "info" for finding in self.findings)
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Message:
         """One sentence."""
         levels = Counter(finding.level for finding in self.findings)
         read = sum(not tensor.reason for tensor in self.tensors)
-        counts = [counted(levels[level], word) for level, word in (("error", "error"), ("warn", "warning"))]
-        said = " and ".join(count for count in counts if not count.startswith("0 "))
+        counts = [counted(levels["error"], "error"), counted(levels["warn"], "warning")]
+        said = joined([count for count in counts if not count.startswith("0 ")], last=" and ")
         if levels["error"]:
-            return f"Damaged: {said}."
+            return say("Damaged: {found}.", found=said)
         if levels["warn"]:
-            return f"Readable, with {said}."
+            return say("Readable, with {found}.", found=said)
         if not self.tensors:
-            return "Nothing to check: it holds no tensor."
+            return say("Nothing to check: it holds no tensor.")
+        every = counted(len(self.tensors), "tensor")
         if read < len(self.tensors):
-            return f"No damage found in {read} of {counted(len(self.tensors), 'tensor')}; the others were not checked."
-        every = "is there, and every value" if read == 1 else "are there, and every value"
-        return f"Intact: {counted(read, 'tensor')} {every} is finite."
+            return say("No damage found in {read} of {every}; the others were not checked.", read=read, every=every)
+        return say("Intact: {every} {are} there, and every value is finite.", every=every, are=are(read))
 
     def at_least(self, level: Level) -> bool:
         """Whether there is a finding of this level or above."""
@@ -157,36 +165,39 @@ class CheckResult(Table[TensorCheck]):
         return f"<CheckResult of {plain(self.source)}: {self.verdict}>"
 
     def _repr_html_(self) -> str:
-        rows = [[f.level, f.code, f.path, f.found, f.do] for f in self.findings]
-        title = f"{self.source}: {self.verdict}"
-        return html_table(title, ["level", "code", "tensor", "found", "do"], rows, [str(self.contents), *self.notes])
+        rows = [[local(f.level), f.code, f.path, local(f.found), local(f.do)] for f in self.findings]
+        head = [local(say("level")), local(say("code")), local("tensor"), local(say("found")), local(say("do"))]
+        notes = [local(self.contents.said), *map(local, self.notes)]
+        return html_table(f"{self.source}: {local(self.verdict)}", head, rows, notes)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         style = "bold green" if self.intact else "bold red"
-        yield Text.assemble((self.verdict, style), f" {plain(self.source)}")
-        yield Text(str(self.contents))
+        yield Text.assemble((local(self.verdict), style), f" {plain(self.source)}")
+        yield Text(local(self.contents.said))
         for note in self.notes:
-            yield Text(plain(note, longest=500), style="dim")
+            yield Text(plain(local(note), longest=500), style="dim")
         groups: dict[str, list[Finding]] = {}
         for finding in self.findings:
             groups.setdefault(finding.code, []).append(finding)
         for code, group in groups.items():
-            title = RULES[code].text.title
-            yield Text(f"{group[0].level:5} {code}: {title} ({counted(len(group), 'finding')})", style="bold")
+            title, number = local(RULES[code].text.title), local(counted(len(group), "finding"))
+            yield Text(f"{local(group[0].level):5} {code}: {title} ({number})", style="bold")
             for finding in group[:_SHOWN]:
-                yield Text(f"  {plain(finding.path, longest=200) or 'the files'}: {plain(finding.found, longest=500)}")
+                place = plain(finding.path, longest=200) or local("the files")
+                yield Text(f"  {place}: {plain(local(finding.found), longest=500)}")
             if len(group) > _SHOWN:
-                yield Text(f"  and {len(group) - _SHOWN} more")
-            yield Text(f"  What to do: {group[0].do}", style="dim")
+                yield Text(f"  {local(say('and {n} more', n=len(group) - _SHOWN))}")
+            yield Text(f"  {local(say('What to do: {do}', do=group[0].do))}", style="dim")
         if groups:
-            yield Text("Run `gonio explain CODE` for what a finding means.", style="dim")
+            yield Text(local("Run `gonio explain CODE` for what a finding means."), style="dim")
 
 
-def _large(count: int) -> str:
+def _large(count: int) -> Message:
     """Parameters in millions or billions where there are as many."""
-    for size, word in ((10**9, "billion"), (10**6, "million")):
-        if count >= size:
-            return f"{count / size:.3g} {word} parameters"
+    if count >= 10**9:
+        return say("{n:.3g} billion parameters", n=count / 10**9)
+    if count >= 10**6:
+        return say("{n:.3g} million parameters", n=count / 10**6)
     return counted(count, "parameter")
 
 
@@ -238,7 +249,8 @@ def check(
     if describe is not None:
         describe(contents)
     integers = sum(dtype_named(place.dtype) in INTEGERS and not place.reason for place in held.places)
-    said = f"checked as integers (packed weights, indices, counters): {counted(integers, 'tensor')}"
+    tensors_ = counted(integers, "tensor")
+    said = say("checked as integers (packed weights, indices, counters): {tensors}", tensors=tensors_)
     notes = (*held.notes, said) if integers else held.notes
     scanned = scan_all(held.places, jobs, progress)
     unread = [  # by a reader that found the damage only when it read the values
@@ -306,16 +318,18 @@ def _changes(tensors: tuple[TensorCheck, ...], known: dict[str, tuple[Any, ...]]
     """What differs from the fingerprints; a tensor that was not read differs by its header only."""
     for t in tensors:
         if t.name not in known:
-            yield Problem("G710", t.path, "added: it has no fingerprint")
+            yield Problem("G710", t.path, say("added: it has no fingerprint"))
             continue
         dtype, shape, fingerprint = known[t.name]
         if (dtype, shape) != (t.dtype, t.shape):
             before, now = (f"{d} {'×'.join(map(str, s))}" for d, s in ((dtype, shape), (t.dtype, t.shape)))
-            yield Problem("G710", t.path, f"changed from {plain(before, longest=80)} to {now}")
+            yield Problem(
+                "G710", t.path, say("changed from {before} to {now}", before=plain(before, longest=80), now=now)
+            )
         elif fingerprint != t.fingerprint:
-            yield Problem("G710", t.path, "its values changed")
+            yield Problem("G710", t.path, say("its values changed"))
     names = {t.name for t in tensors}
-    yield from (Problem("G710", name.removesuffix(".weight"), "removed") for name in known if name not in names)
+    yield from (Problem("G710", name.removesuffix(".weight"), say("removed")) for name in known if name not in names)
 
 
 def check_before_save(

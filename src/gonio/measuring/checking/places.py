@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
+from gonio.measuring.exports import counted
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
@@ -35,6 +36,7 @@ from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
 from gonio.measuring.reading.zero_files import is_zero
+from gonio.messages import say
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
@@ -133,9 +135,11 @@ def _of_parts(files: list[Path]) -> Inventory:
     held, problems = _of_files(files)
     expected = max(int(part[3]) for file in files if (part := PART.fullmatch(file.name)))
     if expected != len(files):
-        problems.append(Problem("G702", "", f"{len(files)} of {expected} parts are there"))
+        problems.append(
+            Problem("G702", "", say("{count} of {expected} parts are there", count=len(files), expected=expected))
+        )
     times = Counter(place.name for found in held.values() for place in found.places)
-    problems += [Problem("G703", name, f"stored in {n} files") for name, n in times.items() if n > 1]
+    problems += [Problem("G703", name, say("stored in {n} files", n=n)) for name, n in times.items() if n > 1]
     places = tuple(place for found in held.values() for place in found.places)
     note = "the parts have no index: a missing tensor cannot be noticed"
     return Inventory(places, tuple(problems), (note,), tuple(files))
@@ -149,8 +153,12 @@ def _of_index(index: Path) -> Inventory:
     counts = Counter(wanted.values())
     for shard in shards:
         if not shard.is_file():
-            tensors = f"{counts[shard.name]} tensor{'s' if counts[shard.name] > 1 else ''}"
-            problems.append(Problem("G702", shard.name, f"the shard is missing; the index places {tensors} in it"))
+            tensors = counted(counts[shard.name], "tensor")
+            problems.append(
+                Problem(
+                    "G702", shard.name, say("the shard is missing; the index places {tensors} in it", tensors=tensors)
+                )
+            )
     where: dict[str, list[str]] = {}
     for shard_name, found in held.items():
         for place in found.places:
@@ -159,14 +167,28 @@ def _of_index(index: Path) -> Inventory:
         seen = where.get(name, [])
         if shard_name in seen or not (index.parent / shard_name).is_file() or shard_name not in held:
             continue
-        instead = f"; {plain(seen[0])} holds it" if seen else ""
-        problems.append(Problem("G702", name, f"not in {plain(shard_name)}, where the index places it{instead}"))
-    problems += [Problem("G703", name, "named twice in the index") for name in doubled]
+        instead = say("; {file} holds it", file=plain(seen[0])) if seen else ""
+        problems.append(
+            Problem(
+                "G702",
+                name,
+                say(
+                    "not in {shard_name}, where the index places it{instead}",
+                    shard_name=plain(shard_name),
+                    instead=instead,
+                ),
+            )
+        )
+    problems += [Problem("G703", name, say("named twice in the index")) for name in doubled]
     for name, seen in where.items():
         if len(seen) > 1:
-            problems.append(Problem("G703", name, f"stored in {len(seen)} shards: {listing(seen, limit=4)}"))
+            problems.append(
+                Problem(
+                    "G703", name, say("stored in {count} shards: {seen}", count=len(seen), seen=listing(seen, limit=4))
+                )
+            )
         elif name not in wanted:
-            problems.append(Problem("G703", name, f"in {plain(seen[0])}, but not in the index"))
+            problems.append(Problem("G703", name, say("in {seen}, but not in the index", seen=plain(seen[0]))))
     places = tuple(place for found in held.values() for place in found.places)
     notes = tuple(dict.fromkeys(note for found in held.values() for note in found.notes))
     return Inventory(places, tuple(problems), notes, (index, *(shard for shard in shards if shard.is_file())))
@@ -178,7 +200,7 @@ def _of_index(index: Path) -> Inventory:
 def _of_safetensors(path: Path) -> Inventory:
     header, start, doubled = _header(path)
     data = path.stat().st_size - start
-    problems = [Problem("G703", name, f"twice in the header of {plain(path.name)}") for name in doubled]
+    problems = [Problem("G703", name, say("twice in the header of {name}", name=plain(path.name))) for name in doubled]
     places: list[tuple[int, Place]] = []
     ends = []
     for name, entry in header.items():
@@ -190,7 +212,9 @@ def _of_safetensors(path: Path) -> Inventory:
             if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
                 raise ValueError("a size is not a natural number")
         except (KeyError, TypeError, ValueError) as error:
-            problems.append(Problem("G704", name, f"its entry in the header is invalid ({str(error)[:100]})"))
+            problems.append(
+                Problem("G704", name, say("its entry in the header is invalid ({error})", error=str(error)[:100]))
+            )
             continue
         said = _misfit(dtype, shape, begin, end, data)
         problems += [Problem("G704", name, said)] if said else []
@@ -234,12 +258,17 @@ def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int, data: int)
     """Why a tensor's place does not fit its header or the file; empty if it does."""
     known = dtype_named(DTYPES.get(dtype, ""))
     if known is None and dtype not in _HALF_BYTES:
-        return f"its dtype {plain(dtype, longest=40)} is not known"
+        return say("its dtype {dtype} is not known", dtype=plain(dtype, longest=40))
     width = known.itemsize if known is not None else _HALF_BYTES[dtype] / 2
     if end - begin != prod(shape) * width:
-        said = f"{end - begin} bytes are stored for {prod(shape)} entries of {dtype}"
-        return f"{said}, which take {prod(shape) * width:g}"
-    return f"cut off: the file ends {end - data} bytes before it does" if end > data else ""
+        return say(
+            "{bytes} bytes are stored for {entries} entries of {dtype}, which take {size:g}",
+            bytes=end - begin,
+            entries=prod(shape),
+            dtype=dtype,
+            size=prod(shape) * width,
+        )
+    return say("cut off: the file ends {value} bytes before it does", value=end - data) if end > data else ""
 
 
 @contextmanager
@@ -385,11 +414,12 @@ def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
                     good += right and "/data/" in info.filename
                     bad += [] if right else [info.filename]
     except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
-        yield Problem("G701", path.name, f"its archive cannot be read ({str(error)[:200]})")
+        yield Problem("G701", path.name, say("its archive cannot be read ({error})", error=str(error)[:200]))
         return
     if bad and good:
-        records = f"{len(bad)} record{'s differ' if len(bad) > 1 else ' differs'} from the checksum"
-        yield Problem("G711", path.name, f"{records}: {listing([plain(name) for name in bad], limit=3)}")
+        told = {"n": len(bad), "s": "s differ" if len(bad) > 1 else " differs"}
+        names = listing([plain(name) for name in bad], limit=3)
+        yield Problem("G711", path.name, say("{n} record{s} from the checksum: {names}", names=names, **told))
 
 
 def _crc(file: BinaryIO, info: zipfile.ZipInfo) -> int:

@@ -10,6 +10,7 @@ from gonio.measuring.checking.scan import TensorCheck
 from gonio.measuring.exports import are, counted
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
 from gonio.measuring.findings.siblings import AmongSiblings, places
+from gonio.messages import say
 
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
 VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
@@ -39,38 +40,63 @@ def _nonfinite(t: TensorCheck) -> str | None:
     if not t.nonfinite:
         return None
     place = ", ".join(map(str, t.first_nonfinite or ()))
-    return f"{t.nonfinite} of {t.entries} values {are(t.nonfinite)} NaN or infinite, the first at [{place}]"
+    return say(
+        "{nonfinite} of {entries} values {are} NaN or infinite, the first at [{place}]",
+        nonfinite=t.nonfinite,
+        entries=t.entries,
+        are=are(t.nonfinite),
+        place=place,
+    )
 
 
 @rule("G101", VALUE_RULES)
 def _zero(t: TensorCheck) -> str | None:
-    return "every value is 0" if t.zero and t.rows > 1 and t.ratio != 0 else None
+    return say("every value is 0") if t.zero and t.rows > 1 and t.ratio != 0 else None
 
 
 @rule("G102", VALUE_RULES)
 def _zero_rows(t: TensorCheck) -> str | None:
-    return f"{t.zero_rows} of {t.rows} rows are 0, the first is row {t.row}" if 1 < t.zero_rows < t.rows else None
+    return (
+        say("{zero_rows} of {rows} rows are 0, the first is row {row}", zero_rows=t.zero_rows, rows=t.rows, row=t.row)
+        if 1 < t.zero_rows < t.rows
+        else None
+    )
 
 
 @rule("G706", VALUE_RULES)
 def _constant(t: TensorCheck) -> str | None:
-    return f"every value is {t.largest:.3g} or its negative" if t.constant and not t.zero and t.rows > 1 else None
+    return (
+        say("every value is {largest:.3g} or its negative", largest=t.largest)
+        if t.constant and not t.zero and t.rows > 1
+        else None
+    )
 
 
 @rule("G707", VALUE_RULES)
 def _equal_rows(t: TensorCheck) -> str | None:
     if not t.equal_rows or t.pair is None:
         return None
-    return f"{t.equal_rows} of {t.rows} rows equal an earlier one, as row {t.pair[1]} equals row {t.pair[0]}"
+    return say(
+        "{equal_rows} of {rows} rows equal an earlier one, as row {pair} equals row {pair_2}",
+        equal_rows=t.equal_rows,
+        rows=t.rows,
+        pair=t.pair[1],
+        pair_2=t.pair[0],
+    )
 
 
 @rule("G708", VALUE_RULES)
 def _constant_rows(t: TensorCheck) -> str | None:
     if t.zero_rows == 1 and t.rows > 1:
-        return f"row {t.row} is 0"
+        return say("row {row} is 0", row=t.row)
     if not t.constant_rows or t.constant:
         return None
-    return f"{counted(t.constant_rows, 'row')} of {t.rows} {'has' if t.constant_rows == 1 else 'have'} one value each"
+    return say(
+        "{rows} of {rows_2} {have} one value each",
+        rows=counted(t.constant_rows, "row"),
+        rows_2=t.rows,
+        have="has" if t.constant_rows == 1 else "have",
+    )
 
 
 @rule("G709", VALUE_RULES)
@@ -80,4 +106,4 @@ def _stranger(t: TensorCheck) -> str | None:
 
 @rule("G712", VALUE_RULES)
 def _unchecked(t: TensorCheck) -> str | None:
-    return f"its values were not checked: {t.reason}" if t.reason else None
+    return say("its values were not checked: {reason}", reason=t.reason) if t.reason else None

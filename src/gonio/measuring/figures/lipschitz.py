@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from gonio.errors import NotApplicableError
 from gonio.geometry import layout_of, nonnegative_norm, operator_norm_bound
 from gonio.geometry.certified import ROUNDING
-from gonio.surgery.facts import SLOPES, TORCH_NORMS, WEIGHTED, applied_weight, facts_of, tail_of
-from gonio.surgery.graph import Graph, called_function
+from gonio.surgery.facts import SLOPES, TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of, tail_of
+from gonio.surgery.graph import Graph, called_function, trace
 
 _SUMS = frozenset(("add", "iadd", "add_", "sub", "isub", "sub_"))
 _PRODUCTS = frozenset(("mul", "imul", "mul_", "truediv", "div", "div_", "itruediv"))
@@ -184,11 +184,27 @@ class UpperBounds(Interpreter):
             constant = constant(module, torch.ones(self.shapes[source], dtype=torch.float64))
         if constant is not None and constant < inf:
             return constant
+        if constant is None and (inside := self._inside(module, source)) is not None:
+            return inside
         if isinstance(module, TORCH_NORMS):
             eps: Any = getattr(module, "eps", None)
             steep = f"{eps**-0.5:.4g} · |weight|" if eps else "infinity"
             raise self._refusal(node, f"its slope where its input is nearly constant reaches {steep}")
         raise self._refusal(node, f"no Lipschitz constant is known for {type(module).__name__}")
+
+    def _inside(self, module: nn.Module, source: fx.Node) -> float | None:
+        """The constant of a layer of unknown type by the functions that its forward calls; None if that gives none."""
+        if facts_of(module) is not UNKNOWN or type(module).__module__.startswith("torch.nn."):
+            return None
+        graph = trace(module, training=False)
+        x = torch.ones(self.shapes[source], dtype=torch.float64)
+        try:
+            inner = UpperBounds(graph)
+            inner.run(x)
+        except Exception:  # no graph, a refusal inside, or the layer's own code
+            return None
+        kept = bool((x == 1).all()) or getattr(module, "inplace", False)
+        return inner.upper.get(graph.nodes[-1], 0.0) if kept else None
 
     def _weighted(self, node: fx.Node, layer: Any, scale: Tensor | None = None) -> float:
         """The norm of a linear layer or convolution with its padding, and with its outputs scaled."""

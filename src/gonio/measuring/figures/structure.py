@@ -24,10 +24,11 @@ from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, trace
-from gonio.surgery.movable import Movable, least_scales, movable
+from gonio.surgery.movable import Movable, least_scales, movable, movable_in_blocks
 from gonio.surgery.symmetries import Sums, least_factors
 
-LARGEST = 40_000_000  # weights; their squares are held in float64
+LARGEST = 40_000_000  # weights; their squares are held in float64 where a graph shows them
+LARGEST_RUN = 300_000_000  # weights of a model that is run; of those that have factors there are copies
 SWEEPS = 200
 CONVERGED = 1e-4  # of a log scale: the figure is shown with three digits
 
@@ -161,15 +162,22 @@ def _not_measured(why: str) -> str:
 
 
 def _read(model: nn.Module, batch: Any) -> Structure:
-    """What the graph and, where there may be blocks, a run show."""
+    """What the graph and, where there may be blocks, a run show; of a large model blocks alone."""
+    total = sum(p.numel() for p in model.parameters())
     with evaluating(model) as twin:  # in train mode torch's spectral_norm takes a step at each read of a weight
         graph = trace(twin, training=False)
-        found = movable(graph, trace(twin, training=True), partial(input_of, twin, batch))
+        runs = partial(input_of, twin, batch)
+        if total > LARGEST:
+            why = f"it has {total:,} weights, more than {LARGEST:,}, and the graph was not read"
+            found = Movable([], movable_in_blocks(graph, runs, frozenset()), why)
+        else:
+            found = movable(graph, trace(twin, training=True), runs)
         scale = MovableScale.of(found)
         notes: tuple[str, ...] = ()
-        if scale is None and found.untraced:
-            why = "".join(f", and {each}" for each in found.blocks.reasons())
-            notes = (_not_measured(f"the model cannot be traced ({found.untraced}){why}"),)
+        if found.untraced and (scale is None or total > LARGEST):
+            why = found.untraced if total > LARGEST else f"the model cannot be traced ({found.untraced})"
+            more = found.blocks.reasons() if scale is None else ["blocks alone were"]
+            notes = (_not_measured(why + "".join(f", and {each}" for each in more)),)
         constant = tuple(dict.fromkeys(path for path, node in _zero_calls(graph) if _on_every_path(node)))
         parts = found.blocks.anatomy
         heads = () if parts is None else heads_in(parts, parameters_of(twin))
@@ -211,7 +219,7 @@ def _refusal(model: nn.Module) -> str:
     if any(is_lazy(p) or p.is_meta for p in parameters):
         return "some weights have no values"
     total = sum(p.numel() for p in parameters)
-    return f"it has {total:,} weights, more than {LARGEST:,}" if total > LARGEST else ""
+    return f"it has {total:,} weights, more than {LARGEST_RUN:,}" if total > LARGEST_RUN else ""
 
 
 # --- training --------------------------------------------------------------------------------------------------------

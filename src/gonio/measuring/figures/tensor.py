@@ -29,14 +29,15 @@ from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estim
 from gonio.geometry.views import PLAIN
 from gonio.measuring.exports import are, counted
 from gonio.measuring.reading.entry import MAYBE_PADDING, TensorEntry, are_sinusoids, numbers_of, why_no_filters
+from gonio.messages import say
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ExtraFigures = Collection[Literal["operator_norm", "quantisation"]]
-EXTRA_FIGURES = ("operator_norm", "quantisation")  # figures measured on request
+ExtraFigures = Collection[Literal["operator_norm", "quantisation", "blocks"]]
+EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured on request
 _GROUPS = (128, 32)  # entries that share a scale
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
@@ -255,7 +256,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
     negative = int((tensor < 0).sum()) if entry.name.endswith("running_var") else 0
     if negative:
-        notes = (*notes, f"{counted(negative, 'running variance')} {are(negative)} {NEGATIVE}")
+        variances = counted(negative, "running variance")
+        notes = (*notes, say("{variances} {are} negative", variances=variances, are=are(negative)))
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)

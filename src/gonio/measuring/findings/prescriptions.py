@@ -12,6 +12,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from gonio.messages import Message, fixed, joined, say
+
 PROOFS = ("same function", "held-out score", "better held-out score")
 
 
@@ -36,10 +38,21 @@ class Remedy:
     of: str = ""
 
     def __str__(self) -> str:
+        return str(self.said)
+
+    @property
+    def said(self) -> Message:
+        """The treatment in sentences."""
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return (
-            f"{self.verb}({options}){f' for {self.of}' if self.of else ''}, proved by {self.proof}. {self.why} "
-            f"It changes {self.changes} It does not repair: {self.cannot[0].lower()}{self.cannot[1:]}"
+        return say(
+            "{verb}({options}){of}, proved by {proof}. {why} It changes {changes} It does not repair: {cannot}",
+            verb=self.verb,
+            options=options,
+            of=say(" for {what}", what=fixed(self.of)) if self.of else "",
+            proof=fixed(self.proof),
+            why=fixed(self.why),
+            changes=fixed(self.changes),
+            cannot=Message(f"{self.cannot[0].lower()}{self.cannot[1:]}", self.cannot),
         )
 
 
@@ -51,9 +64,15 @@ class Prescription:
     none: str = ""
 
     def __str__(self) -> str:
+        return str(self.said)
+
+    @property
+    def said(self) -> Message:
+        """The prescription as a sentence."""
         if self.none:
-            return f"none. {self.none}"
-        return "".join(f"\n{place}. {remedy}" for place, remedy in enumerate(self.remedies, 1)).strip()
+            return say("none. {why}", why=fixed(self.none))
+        steps = [say("{n}. {remedy}", n=n, remedy=remedy.said) for n, remedy in enumerate(self.remedies, 1)]
+        return joined(steps, "\n")
 
 
 @cache
@@ -70,13 +89,18 @@ def prescriptions() -> Mapping[str, Prescription]:
     }
 
 
-def success_rate(code: str) -> str:
+def success_rate(code: str) -> list[Message]:
     """What became of the damages that were planted and found by a rule (`benchmarks/doctor.py`); empty if none were."""
     text = (resources.files("gonio.measuring.findings") / "treatments.json").read_text(encoding="utf-8")
     seen = json.loads(text).get(code)
     if seen is None or not prescriptions()[code].remedies:
-        return ""
-    return (
-        f" Measured: of {seen['cases']} planted damages with this finding, {seen['near']} ended within a point of the "
-        f"healthy network's score, and {seen['refused']} were refused."
-    )
+        return []
+    return [
+        say(
+            "Measured: of {cases} planted damages with this finding, {near} ended within a point of the healthy "
+            "network's score, and {refused} were refused.",
+            cases=seen["cases"],
+            near=seen["near"],
+            refused=seen["refused"],
+        )
+    ]

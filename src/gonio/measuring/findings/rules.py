@@ -32,6 +32,7 @@ from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.prescriptions import prescriptions, success_rate
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
+from gonio.messages import Message, fixed, joined, local, say
 
 PLACES = 8  # findings of one rule that a terminal shows
 LEVELS = ("info", "warn", "error")
@@ -86,7 +87,12 @@ def rule_texts() -> Mapping[str, RuleText]:
     import yaml  # only a finding or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
-    return {code: RuleText(**text) for code, text in yaml.safe_load(content).items()}
+    rules = yaml.safe_load(content).items()
+    plainly = ("level", "source")  # a name that code compares, and a reference
+    return {
+        code: RuleText(**{name: said if name in plainly else fixed(said) for name, said in text.items()})
+        for code, text in rules
+    }
 
 
 Check = Callable[[Subject], str | None]
@@ -165,9 +171,10 @@ class Suppressed:
             ('Not found, though gonio.toml suppresses it: G405, G101 for head.*.',)
         """
         count = len(self.findings)
-        said = [f"{counted(count, 'finding')} suppressed by {self.by}"] if count else []
+        said = [say("{findings} suppressed by {by}", findings=counted(count, "finding"), by=self.by)] if count else []
         if self.unmatched:
-            said.append(f"Not found, though {self.by} suppresses it: {', '.join(self.unmatched)}.")
+            names = joined(self.unmatched)
+            said.append(say("Not found, though {by} suppresses it: {names}.", by=self.by, names=names))
         return tuple(said)
 
 
@@ -191,14 +198,16 @@ def render_findings(findings: Sequence[Finding], more: Iterable[Text] = ()) -> I
     for f in findings:
         kind = (f.level, f.code)
         seen[kind] += 1
-        said = f"{plain(f.path) or 'the model'}: {plain(f.found)}"
+        said = f"{plain(f.path) or local('the model')}: {plain(local(f.found))}"
         if seen[kind] == PLACES + 1 < places[kind]:
-            said = f"{counted(places[kind] - PLACES, 'more place')}, which the page and the JSON list"
+            left = counted(places[kind] - PLACES, "more place")
+            said = local(say("{more}, which the page and the JSON list", more=left))
         elif seen[kind] > PLACES and places[kind] > PLACES + 1:
             continue
-        lines.append(Text.assemble((f"{f.level:5} {f.code}", _TONES[f.level]), f"  {said}"))
+        lines.append(Text.assemble((f"{local(f.level):5} {f.code}", _TONES[f.level]), f"  {said}"))
     if lines:
-        lines.append(Text("Run `gonio explain CODE` for the meaning of a finding and what to do.", style="dim"))
+        said = local(say("Run `gonio explain CODE` for the meaning of a finding and what to do."))
+        lines.append(Text(said, style="dim"))
     lines += more
     yield from [*lines, Text("")] if lines else ()
 
@@ -228,11 +237,19 @@ def explain(code: str | Finding) -> str:
     if rule is None:
         raise UnknownNameError("rule", name, RULES)
     text = rule.text
-    chance = [f"Random weights: {text.chance}"] if text.chance else []
-    alarms = f"none by construction: {text.exact}" if text.exact else _rate(rule.code)
-    treated = f"gonio.doctor: {prescriptions()[rule.code]}{success_rate(rule.code)}"
-    rest = [f"What to do: {text.do}", treated, f"False alarms: {alarms}", f"Source: {text.source}"]
-    return "\n".join([f"{rule.code} ({text.level}): {text.title}", "", text.means, *chance, *rest])
+    alarms = say("none by construction: {why}", why=text.exact) if text.exact else _rate(rule.code)
+    treated = joined([prescriptions()[rule.code].said, *success_rate(rule.code)], " ")
+    lines = [
+        say("{code} ({level}): {title}", code=rule.code, level=fixed(text.level), title=text.title),
+        "",
+        text.means,
+        *([say("Random weights: {chance}", chance=text.chance)] if text.chance else []),
+        say("What to do: {do}", do=text.do),
+        say("gonio.doctor: {treated}", treated=treated),
+        say("False alarms: {alarms}", alarms=alarms),
+        say("Source: {source}", source=text.source),
+    ]
+    return "\n".join(map(local, lines))
 
 
 @cache
@@ -243,23 +260,39 @@ def measured_rates() -> dict[str, Any]:
     return rates
 
 
-def _rate(code: str) -> str:
+def _rate(code: str) -> Message:
     """On random and on trained models, or on cases that are in order, each with the upper end of its interval."""
     seen = measured_rates()["cases"].get(code)
     if seen is not None:
-        rate = f"the true rate is below {100 * seen['upper']:.2g} % (95 %)."
-        return f"{seen['alarms']} of {seen['cases']} {seen['of']}; {rate}"
+        return say(
+            "{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).",
+            alarms=seen["alarms"],
+            cases=seen["cases"],
+            of=fixed(seen["of"]),
+            upper=100 * seen["upper"],
+        )
     if code not in measured_rates()["random"]["rules"]:
-        return "not measured; the threshold is a choice."
+        return say("not measured; the threshold is a choice.")
     said = []
-    for name, models in (("random", "randomly initialised models"), ("trained", "trained networks")):
+    for name, models in (
+        ("random", say("randomly initialised models")),
+        ("trained", say("trained networks")),
+    ):
         rates = measured_rates()[name]
         seen = rates["rules"][code]
         said.append(
-            f"{seen['tensors']} of {rates['tensors']} tensors in {seen['models']} of {rates['models']} {models}; "
-            f"the true rate per model is below {100 * seen['models_upper']:.2g} % (95 %)."
+            say(
+                "{hit} of {tensors} tensors in {flagged} of {count} {models}; "
+                "the true rate per model is below {upper:.2g} % (95 %).",
+                hit=seen["tensors"],
+                tensors=rates["tensors"],
+                flagged=seen["models"],
+                count=rates["models"],
+                models=models,
+                upper=100 * seen["models_upper"],
+            )
         )
-    return " ".join(said)
+    return joined(said, " ")
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -270,12 +303,18 @@ def _nonfinite(t: TensorMeasurement) -> str | None:
     if not t.nonfinite:
         return None
     place = ", ".join(map(str, t.first_nonfinite or ()))
-    return f"{t.nonfinite} of {t.entries} values {are(t.nonfinite)} NaN or infinite, the first at [{place}]"
+    return say(
+        "{nonfinite} of {entries} values {are} NaN or infinite, the first at [{place}]",
+        nonfinite=t.nonfinite,
+        entries=t.entries,
+        are=are(t.nonfinite),
+        place=place,
+    )
 
 
 @rule("G101", WEIGHT_RULES)
 def _zero(t: TensorMeasurement) -> str | None:
-    return "every value is 0" if t.total_filters and t.zero_filters == t.total_filters else None
+    return say("every value is 0") if t.total_filters and t.zero_filters == t.total_filters else None
 
 
 @rule("G102", WEIGHT_RULES)
@@ -283,7 +322,12 @@ def _dead(t: TensorMeasurement) -> str | None:
     padding = t.zero_filters == 1 and not {PADDING, MAYBE_PADDING}.isdisjoint(t.notes)
     if not t.zero_filters or t.zero_filters == t.total_filters or padding:
         return None
-    return f"{t.zero_filters} of {t.total_filters} filters {are(t.zero_filters)} 0"
+    return say(
+        "{zero_filters} of {total_filters} filters {are} 0",
+        zero_filters=t.zero_filters,
+        total_filters=t.total_filters,
+        are=are(t.zero_filters),
+    )
 
 
 @rule("G103", WEIGHT_RULES)
@@ -291,7 +335,11 @@ def _weak(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4:
         return None
     least, middle = t.norm_nonzero_min, t.norm_quantiles[2]
-    return f"the weakest filter's norm is {least:.2g}, the median {middle:.2g}" if least < 1e-3 * middle else None
+    return (
+        say("the weakest filter's norm is {least:.2g}, the median {middle:.2g}", least=least, middle=middle)
+        if least < 1e-3 * middle
+        else None
+    )
 
 
 @rule("G104", WEIGHT_RULES)
@@ -299,7 +347,11 @@ def _dominant(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or t.total_filters < 8:
         return None
     middle, most = t.norm_quantiles[2], t.norm_quantiles[-1]
-    return f"the strongest filter's norm is {most:.3g}, the median {middle:.3g}" if 0 < 10 * middle < most else None
+    return (
+        say("the strongest filter's norm is {most:.3g}, the median {middle:.3g}", most=most, middle=middle)
+        if 0 < 10 * middle < most
+        else None
+    )
 
 
 @rule("G105", WEIGHT_RULES)
@@ -319,7 +371,11 @@ def _shared(t: TensorMeasurement) -> str | None:
     share = t.alignment / t.dim
     if share < 0.25 or t.alignment_z < 6:
         return None
-    return f"the mean squared cosine between its filters is {share:.2f}, {t.alignment:.3g} times that of random ones"
+    return say(
+        "the mean squared cosine between its filters is {share:.2f}, {alignment:.3g} times that of random ones",
+        share=share,
+        alignment=t.alignment,
+    )
 
 
 @rule("G202", WEIGHT_RULES)
@@ -335,9 +391,16 @@ def _alike(t: TensorMeasurement) -> str | None:
         return None
     first, second = t.closest
     have = "has" if t.near_duplicates == 1 else "have"
-    return (
-        f"{t.near_duplicates} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more; "
-        f"the largest is {t.coherence:.3f}, of filters {first} and {second}"
+    return say(
+        "{near_duplicates} of {total} pairs of filters {have} an absolute cosine of {NEAR} "
+        "or more; the largest is {coherence:.3f}, of filters {first} and {second}",
+        near_duplicates=t.near_duplicates,
+        total=total,
+        have=have,
+        NEAR=NEAR,
+        coherence=t.coherence,
+        first=first,
+        second=second,
     )
 
 
@@ -349,14 +412,18 @@ def _equal(t: TensorMeasurement) -> str | None:
         return None
     if _not_like_random(t):
         return None
-    return f"filters {t.closest[0]} and {t.closest[1]} are proportional: their absolute cosine is 1"
+    return say(
+        "filters {closest} and {closest_2} are proportional: their absolute cosine is 1",
+        closest=t.closest[0],
+        closest_2=t.closest[1],
+    )
 
 
 @rule("G301", WEIGHT_RULES)
 def _one_direction(t: TensorMeasurement) -> str | None:
     if _not_like_random(t) or t.stable_rank is None or t.stable_rank_random is None or t.stable_rank_random < 6:
         return None
-    return f"its stable rank is {t.stable_rank:.2f}" if 0 < t.stable_rank < 2 else None
+    return say("its stable rank is {stable_rank:.2f}", stable_rank=t.stable_rank) if 0 < t.stable_rank < 2 else None
 
 
 # --- a model and its training ----------------------------------------------------------------------------------------
@@ -370,14 +437,18 @@ def _unlike_siblings(place: AmongSiblings) -> str | None:
 
 
 def _listed(norms: list[NormUse]) -> str:
-    return listing([norm.path or "the model" for norm in norms], limit=3)
+    return listing([norm.path or say("the model") for norm in norms], limit=3)
 
 
 @rule("G401", ADVICE)
 def _small_batches(facts: ModelFacts) -> str | None:
     batch = facts.training.batch
     norms = [norm for norm in facts.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
-    return f"batch norms compute statistics over {batch} samples: {_listed(norms)}" if norms else None
+    return (
+        say("batch norms compute statistics over {batch} samples: {norms}", batch=batch, norms=_listed(norms))
+        if norms
+        else None
+    )
 
 
 @rule("G402", ADVICE)
@@ -387,23 +458,41 @@ def _last_batch(facts: ModelFacts) -> str | None:
         return None
     raising = [norm for norm in norms if norm.positions == 1]
     unknown = [norm for norm in norms if norm.positions is None and isinstance(norm.module, nn.BatchNorm1d)]
-    said = f"the last batch of an epoch has a single sample; batch norms: {_listed(norms)}"
+    said = say("the last batch of an epoch has a single sample; batch norms: {norms}", norms=_listed(norms))
     if raising:
-        return f"{said}; training will raise an error there: {_listed(raising)} get one value per channel"
-    return f"{said}; training will raise an error if the inputs of {_listed(unknown)} are (N, C)" if unknown else said
+        return say(
+            "{said}; training will raise an error there: {raising} get one value per channel",
+            said=said,
+            raising=_listed(raising),
+        )
+    return (
+        say(
+            "{said}; training will raise an error if the inputs of {unknown} are (N, C)",
+            said=said,
+            unknown=_listed(unknown),
+        )
+        if unknown
+        else said
+    )
 
 
 @rule("G403", ADVICE)
 def _single_values(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if norm.values == 1]
-    return f"each statistic is over one value, so that the input is lost: {_listed(norms)}" if norms else None
+    return (
+        say("each statistic is over one value, so that the input is lost: {norms}", norms=_listed(norms))
+        if norms
+        else None
+    )
 
 
 @rule("G404", ADVICE)
 def _several_uses(facts: ModelFacts) -> str | None:
     reused = [norm for norm in facts.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
-    uses = [f"{norm.path or 'the model'} ({norm.calls} times)" for norm in reused]
-    return f"several calls per forward share running statistics: {listing(uses, limit=3)}" if uses else None
+    uses = [say("{value} ({calls} times)", value=norm.path or say("the model"), calls=norm.calls) for norm in reused]
+    return (
+        say("several calls per forward share running statistics: {uses}", uses=listing(uses, limit=3)) if uses else None
+    )
 
 
 @rule("G405", ADVICE)
@@ -411,28 +500,36 @@ def _decayed(facts: ModelFacts) -> str | None:
     free = facts.decayed
     if not free:
         return None
-    return (
-        f"weight decay acts on {counted(len(free), 'weight')} whose scale has no effect: {listing(list(free), limit=3)}"
+    return say(
+        "weight decay acts on {weights} whose scale has no effect: {list}",
+        weights=counted(len(free), "weight"),
+        list=listing(list(free), limit=3),
     )
 
 
 @rule("G406", ADVICE)
 def _recomputed(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
-    return f"activation checkpointing runs them twice per batch: {_listed(norms)}" if norms else None
+    return say("activation checkpointing runs them twice per batch: {norms}", norms=_listed(norms)) if norms else None
 
 
 @rule("G407", ADVICE)
 def _constant(facts: ModelFacts) -> str | None:
-    paths = [path or "the model" for path in facts.constant]
-    return f"the output is the same for every input: the weight of {listing(paths, limit=3)} is 0" if paths else None
+    paths = [path or say("the model") for path in facts.constant]
+    return (
+        say("the output is the same for every input: the weight of {paths} is 0", paths=listing(paths, limit=3))
+        if paths
+        else None
+    )
 
 
 @rule("G408", ADVICE)
 def _dead_units(facts: ModelFacts) -> str | None:
-    dead = [(s.path or "the model", s.dead_units, s.units) for s in dead_layers(facts.signals)]
-    found = [f"{path} ({count} of {units})" for path, count, units in dead]
-    return f"units whose output is 0 on the whole batch: {listing(found, limit=3)}" if found else None
+    found = [
+        say("{path} ({dead} of {units})", path=s.path or say("the model"), dead=s.dead_units, units=s.units)
+        for s in dead_layers(facts.signals)
+    ]
+    return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
 
 
 def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
@@ -455,7 +552,9 @@ def _out_of_scale(facts: ModelFacts) -> str | None:
     norms = {norm.path for norm in facts.norms}
     sizes = ((s.path, out_of_scale(s, norm=s.path in norms, weighted=s.path in facts.weighted)) for s in facts.signals)
     found = [f"{path or 'the model'} (× {size:.3g})" for path, size in sizes if size is not None]
-    return f"the output is far larger or smaller than the input: {listing(found, limit=3)}" if found else None
+    if not found:
+        return None
+    return say("the output is far larger or smaller than the input: {found}", found=listing(found, limit=3))
 
 
 def out_of_scale(signal: Signal, *, norm: bool, weighted: bool) -> float | None:
@@ -475,16 +574,19 @@ def stale(signal: Signal) -> bool:
 @rule("G410", ADVICE)
 def _stale(facts: ModelFacts) -> str | None:
     gaps = [(signal, signal.train_eval_gap) for signal in facts.signals if stale(signal)]
-    found = [f"{signal.path or 'the model'} ({gap:.2g} standard deviations)" for signal, gap in gaps]
+    found = [
+        say("{value} ({gap:.2g} standard deviations)", value=signal.path or say("the model"), gap=gap)
+        for signal, gap in gaps
+    ]
     if not found:
         return None
-    return f"the output differs from that in training mode on this batch: {listing(found, limit=3)}"
+    return say("the output differs from that in training mode on this batch: {found}", found=listing(found, limit=3))
 
 
 @rule("G411", ADVICE)
 def _forgotten(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if norm.has_statistics and trained_without_statistics(norm.module)]
-    return f"running statistics are at their initial values: {_listed(norms)}" if norms else None
+    return say("running statistics are at their initial values: {norms}", norms=_listed(norms)) if norms else None
 
 
 def trained_without_statistics(norm: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gonio.measuring.reading.order import pattern_of
+from gonio.messages import say
 
 FACTOR = 10.0  # of the norm from the median of the siblings
 DISTANCE = 8.0  # in units of the siblings' spread
@@ -34,12 +35,17 @@ class AmongSiblings:
         """What is unusual about the norm; None if it is not."""
         if self.ratio is None:
             return None
-        others = f"its {self.siblings} siblings of other layers"
         if self.ratio == 0:
-            return f"every value is 0, unlike in {others}"
+            return say("every value is 0, unlike in its {n} siblings of other layers", n=self.siblings)
         if (self.distance or 0) < DISTANCE or 1 / FACTOR < self.ratio < FACTOR:
             return None
-        return f"its norm is {self.ratio:.3g} times the median of {others}, {self.distance:.3g} times their spread away"
+        return say(
+            "its norm is {ratio:.3g} times the median of its {n} siblings of other layers, "
+            "{distance:.3g} times their spread away",
+            ratio=self.ratio,
+            n=self.siblings,
+            distance=self.distance,
+        )
 
 
 def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, AmongSiblings]:

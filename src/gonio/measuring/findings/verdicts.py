@@ -7,37 +7,41 @@ from collections.abc import Collection, Sequence
 
 from gonio.measuring.exports import counted
 from gonio.measuring.findings.rules import Finding
+from gonio.messages import Message, joined, say
 
-_WORDS = {"error": "error", "warn": "warning", "info": "remark"}
 
-
-def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "layer") -> str:
+def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "layer") -> Message:
     """How many findings there are of each level, and in how many layers.
 
-    Args:
-        paths: of the layers (or tensors) that have a row.
+        Args:
+            paths: of the layers (or tensors) that have a row.
 
-    Example:
-        >>> from gonio.measuring.findings.rules import Finding
-        >>> from gonio.measuring.findings.verdicts import verdict
-        >>> verdict([], ["a", "b"])
-        'No findings in 2 layers.'
-        >>> verdict([Finding("G102", "warn", "a", "", "", ""), Finding("G405", "info", "", "", "", "")], ["a", "b"])
-        '1 warning and 1 remark in 1 of 2 layers and the model as a whole.'
+        Example:
+            >>> from gonio.measuring.findings.rules import Finding
+    from gonio.messages import Message, joined, say
+            >>> from gonio.measuring.findings.verdicts import verdict
+            >>> verdict([], ["a", "b"])
+            'No findings in 2 layers.'
+            >>> verdict([Finding("G102", "warn", "a", "", "", ""), Finding("G405", "info", "", "", "", "")], ["a", "b"])
+            '1 warning and 1 remark in 1 of 2 layers and the model as a whole.'
     """
     if not findings:
-        return f"No findings in {counted(len(paths), noun)}."
+        return say("No findings in {places}.", places=counted(len(paths), noun))
     levels = Counter(finding.level for finding in findings)
-    said = [counted(levels[level], word) for level, word in _WORDS.items() if levels[level]]
+    words = {
+        "error": counted(levels["error"], "error"),
+        "warn": counted(levels["warn"], "warning"),
+        "info": counted(levels["info"], "remark"),
+    }
+    said = [word for level, word in words.items() if levels[level]]
     named = {finding.path for finding in findings}
     inside, others = named & set(paths), named - set(paths) - {""}
-    places = [f"{len(inside)} of {counted(len(paths), noun)}"] if inside else []
+    places = []
+    if inside:
+        places.append(say("{n} of {every}", n=len(inside), every=counted(len(paths), noun)))
     if others:
         places.append(counted(len(others), "other tensor" if paths else "tensor"))
     if "" in named:
-        places.append("the model as a whole")
-    return f"{_joined(said)} in {_joined(places)}."
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return " and ".join(", ".join(parts).rsplit(", ", 1)) if len(parts) > 1 else parts[0]
+        places.append(say("the model as a whole"))
+    found, where = joined(said, last=" and "), joined(places, last=" and ")
+    return say("{found} in {places}.", found=found, places=where)

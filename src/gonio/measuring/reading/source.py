@@ -42,6 +42,7 @@ from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES
 from gonio.measuring.reading.zero_files import is_zero, open_zero
+from gonio.messages import joined, say
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -114,7 +115,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if base is not None and not adapters:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
-            f"{name_of(source)} without adapters that are read",
+            say("{source} without adapters that are read", source=name_of(source)),
             "Pass the adapters first and the model that they adapt as base, or no base.",
         )
     if adapters:
@@ -254,7 +255,8 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
         do = "In Python pass the model itself; FILE.py:NAME is a word of the command line."
         return UnreadableFileError(str(path), "there is no such file", do)
     near = closest(path.name, (file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()))
-    do = f"Did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else "Check the path."
+    paths = joined([str(path.with_name(name)) for name in near], " or ")
+    do = say("Did you mean {near}?", near=paths) if near else "Check the path."
     return UnreadableFileError(str(path), "there is no such file", do)
 
 
@@ -289,7 +291,7 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
             return standard[:1], [file for file in found if file != standard[0]]
         if found:
             names = ", ".join(f.name for f in found[:8])
-            raise UnreadableFileError(str(folder), f"it holds several: {names}", "Name one of them.")
+            raise UnreadableFileError(str(folder), say("it holds several: {names}", names=names), "Name one of them.")
     raise _no_checkpoint(folder)
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.tensor import Shown, TensorMeasurement
 from gonio.measuring.showing.table import Column, figures
+from gonio.messages import local, say
 from gonio.pages.tables import number
 
 
@@ -91,9 +92,9 @@ def columns_of(layers: Sequence[TensorMeasurement]) -> list[Column[TensorMeasure
 # The figures of groups of layers: title, explanation, value.
 GROUPED: tuple[tuple[str, str, Callable[[TensorMeasurement], float | None]], ...] = (
     ("norm", "median norm of a filter", lambda t: t.norm_quantiles[2] if t.norm_quantiles else None),
-    ("angle", "mean angle between filters, in degrees", lambda t: t.angle_mean),
-    ("align", "alignment, 1 for random weights", lambda t: t.alignment),
-    ("z", "of the alignment, in standard deviations of chance", lambda t: t.alignment_z),
+    ("angle", say("mean angle between filters, in degrees"), lambda t: t.angle_mean),
+    ("align", say("alignment, 1 for random weights"), lambda t: t.alignment),
+    ("z", say("of the alignment, in standard deviations of chance"), lambda t: t.alignment_z),
 )
 
 # The columns that a narrow screen keeps, most important first; all others are dropped before them, from the right.
@@ -105,8 +106,9 @@ KEPT = (
 
 
 def _dead(s: Signal) -> str:
-    broken = f", {s.nonfinite} values NaN or infinite" if s.nonfinite else ""
-    return f"{'ends a branch' if s.branch == 'ends' else f'{s.dead_units} of {s.units}'}{broken}"
+    said = local("ends a branch") if s.branch == "ends" else local(say("{n} of {every}", n=s.dead_units, every=s.units))
+    broken = local(say(", {n} values NaN or infinite", n=s.nonfinite)) if s.nonfinite else ""
+    return f"{said}{broken}"
 
 
 def _angles(s: Signal) -> str:
@@ -114,7 +116,7 @@ def _angles(s: Signal) -> str:
 
 
 def _gradient(s: Signal) -> str:
-    return "waits" if s.branch == "waits" else number(s.gradient_rms)
+    return local("waits") if s.branch == "waits" else number(s.gradient_rms)
 
 
 SIGNALS: tuple[Column[Signal], ...] = (

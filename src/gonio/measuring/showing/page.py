@@ -14,6 +14,7 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.order import tells_depth
 from gonio.measuring.showing.table import Column
+from gonio.messages import Message, fixed, joined, say
 from gonio.pages import render as rendered
 from gonio.pages.charts import DrawnLane, Lane, depth_lane, marks, runs, stages
 from gonio.pages.picture import spark
@@ -52,7 +53,7 @@ class LayerMap:
         order: the place of each tensor in the model, by name.
         rules: the findings, by rule. `codes`: of each path (code, level, id of the finding).
         undrawn: findings on what has no bar: (path, code, level, id of the finding).
-        over: `depth`, or `the tensors` where their order in the model is not known.
+        heading: over the depth, or over the tensors where their order in the model is not known.
         lanes, marks: charts over it. `stages`: the parts of the model below them.
     """
 
@@ -60,7 +61,7 @@ class LayerMap:
     rules: tuple[RuleFindings, ...]
     codes: Mapping[str, list[tuple[str, str, str]]]
     undrawn: Sequence[tuple[str, str, str, str]]
-    over: str
+    heading: Message
     lanes: tuple[DrawnLane, ...]
     marks: Any
     stages: Sequence[tuple[str, int]]
@@ -100,17 +101,22 @@ def layer_map(
         lanes = [lane.binned(bars) for lane in lanes]
         levels = [max((levels[i] for i in run), key=lambda level: (level != "", LEVELS.index(level) if level else 0))
                   for run in bars]  # fmt: skip
-    over = "depth" if tells_depth([tensor.name for tensor in every]) else "the tensors"
-    said = f"{len(tensors)} layers" + (f", {len(bars[0])} to a bar" if len(bars) < len(tensors) else "")
-    flagged = ", ".join(f"{n} {level}" for level in reversed(LEVELS) if (n := levels.count(level)))
+    by_depth = tells_depth([tensor.name for tensor in every])
+    over = say("depth") if by_depth else say("the tensors")
+    said = say("{n} layers", n=len(tensors))
+    if len(bars) < len(tensors):
+        said = say("{layers}, {n} to a bar", layers=said, n=len(bars[0]))
+    counts = [(levels.count(level), level) for level in reversed(LEVELS)]
+    flagged = joined([say("{n} {level}", n=n, level=fixed(level)) for n, level in counts if n])
+    title = say("findings over {over}: {said}, worst level of each: {flagged}", over=over, said=said, flagged=flagged)
     return LayerMap(
         order={tensor.name: i for i, tensor in enumerate(tensors)},
         rules=rules,
         codes=codes,
         undrawn=[(path, *one) for path, found in codes.items() if path and path not in barred for one in found],
-        over=over,
+        heading=say("Over depth") if by_depth else say("Over the tensors"),
         lanes=tuple(drawn for lane in lanes if (drawn := depth_lane(lane, levels, over)) is not None) if levels else (),
-        marks=marks(levels, f"findings over {over}: {said}, worst level of each: {flagged}") if flagged else "",
+        marks=marks(levels, title) if flagged else "",
         stages=stages([tensor.path for tensor in tensors]),
     )
 
@@ -186,8 +192,13 @@ def side_by_side(measured: Sequence[Any], columns: Sequence[Column[TensorMeasure
         measured: the :class:`gonio.measuring.Measurements` of each model.
     """
     models = [{layer.path: layer for layer in one.layers} for one in measured]
-    heads = [(f"{c.title} {i}", f"{c.explanation}; model {i}") for c in columns for i in range(1, len(models) + 1)]
-    heads += [(f"findings {i}", f"codes; model {i}") for i in range(1, len(models) + 1)]
+    numbers = range(1, len(models) + 1)
+    heads = [
+        (f"{c.title} {i}", say("{explanation}; model {n}", explanation=c.explanation, n=i))
+        for c in columns
+        for i in numbers
+    ]
+    heads += [(f"findings {i}", say("codes; model {n}", n=i)) for i in numbers]
     rows = []
     for path in dict.fromkeys(path for model in models for path in model):
         cells = [c.cell(model[path]) if path in model else "–" for c in columns for model in models]
@@ -229,15 +240,17 @@ def angle_columns(tensors: Sequence[TensorMeasurement]) -> tuple[More, ...]:
     def closest(t: TensorMeasurement) -> str:
         return "–" if t.closest is None else "{}, {}".format(*t.closest)
 
-    boxes = "minimum, quartiles and maximum of the norms, all layers on one scale"
-    histogram = "histogram on ±4 standard deviations of chance, wider where the layer is; the line: random directions"
+    boxes = say("minimum, quartiles and maximum of the norms, all layers on one scale")
+    histogram = say(
+        "histogram on ±4 standard deviations of chance, wider where the layer is; the line: random directions"
+    )
     return (
-        ("closest", "the two filters with the largest |cos|", "", closest),
+        ("closest", say("the two filters with the largest |cos|"), "", closest),
         ("norms", boxes, "spark", box),
         ("angles", histogram, "spark", lambda t: spark(layer_angles(t))),
-        ("type", "of the layer", "text", lambda t: t.kind),
+        ("type", say("of the layer"), "text", lambda t: t.kind),
     )
 
 
-_EXPLAINED = "all singular values in increasing order; the line: those of a random matrix (Marchenko–Pastur)"
+_EXPLAINED = say("all singular values in increasing order; the line: those of a random matrix (Marchenko–Pastur)")
 SPECTRUM_COLUMNS: tuple[More, ...] = (("spectrum", _EXPLAINED, "spark", lambda t: spark(layer_spectrum(t))),)

@@ -15,6 +15,7 @@ from rich.text import Text
 from gonio.escaping import plain
 from gonio.measuring.reading.order import pattern_of
 from gonio.measuring.showing.table import NamedRow
+from gonio.messages import Message, fixed, local, say
 from gonio.pages.tables import bare_table, number
 
 
@@ -51,7 +52,7 @@ class Grouped:
 
     def rich(self) -> RichTable:
         """The groups for a terminal."""
-        table = bare_table("layers", list(self.titles), min_width=12)
+        table = bare_table(local("layers"), list(self.titles), min_width=12)
         for path, cells in self.rows:
             table.add_row(Text(plain(path)), *map(Text, cells))
         return table
@@ -67,8 +68,8 @@ def grouped(tensors: Sequence[Any], figures: Sequence[tuple[str, str, Figure]]) 
     for tensor in tensors:
         groups.setdefault(pattern_of(tensor.path), []).append(tensor)
     columns = (
-        ("number", "of layers"),
-        *((title, f"{said}: median (smallest to largest)") for title, said, _ in figures),
+        ("number", say("of layers")),
+        *((title, say("{said}: median (smallest to largest)", said=fixed(said))) for title, said, _ in figures),
     )
     rows = [
         (path, (str(len(members)), *(_spread([value(t) for t in members]) for _, _, value in figures)))
@@ -91,8 +92,12 @@ def standing_out(rows: Sequence[Row], first: Collection[str], score: Callable[[R
     return [rows[i] for i in sorted(ranked[:most])]
 
 
-def said_of(shown: int, count: int, noun: str, by: str) -> str:
+def said_of(shown: int, count: int, noun: str, by: str) -> Message:
     """The sentence above the rows that are left of a long table."""
-    return (
-        f"Of {count:,} {noun}, the {shown} that stand out: those with findings, then {by}. The CSV and JSON have all."
+    return say(
+        "Of {count:,} {noun}, the {shown} that stand out: those with findings, then {by}. The CSV and JSON have all.",
+        count=count,
+        noun=fixed(noun),
+        shown=shown,
+        by=fixed(by),
     )

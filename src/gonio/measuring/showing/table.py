@@ -15,6 +15,7 @@ from rich.text import Text
 from gonio import escaping
 from gonio.errors import UnknownNameError, import_extra
 from gonio.escaping import csv_table, plain, printed, shorten
+from gonio.messages import Message, fixed, joined, local, say
 from gonio.pages.tables import bare_table, number
 
 Subject = TypeVar("Subject")
@@ -40,6 +41,9 @@ class Column(Generic[Subject]):
     text: Callable[[Subject], str] | None = None
     spectral: bool = False
     requested: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "explanation", fixed(self.explanation))
 
     def cell(self, subject: Subject) -> str:
         """The figure of this subject as text."""
@@ -128,11 +132,24 @@ class Table(Mapping[str, Row], ABC):
         return names, [[getattr(tensor, name) for name in names] for tensor in self.tensors]
 
 
-def reasons(tensors: Sequence[Any]) -> str:
-    """The number of these tensors, and the reasons of the first five; empty if there is none."""
-    said = [f"{plain(t.path, longest=200)}: {plain(t.reason, longest=300)}" for t in tensors[:5]]
-    more = f" and {len(tensors) - 5} more" if len(tensors) > 5 else ""
-    return f"{len(tensors)} ({', '.join(said)}{more})" if tensors else ""
+def reasons(tensors: Sequence[Any]) -> Message:
+    """The number of these tensors, and the reasons of the first five."""
+    if not tensors:
+        return say("none")
+    named = [
+        say("{path}: {reason}", path=plain(t.path, longest=200), reason=_cut(t.reason, longest=300))
+        for t in tensors[:5]
+    ]
+    shown = joined(named)
+    if len(tensors) > 5:
+        shown = say("{shown} and {more} more", shown=shown, more=len(tensors) - 5)
+    return say("{n} ({shown})", n=len(tensors), shown=shown)
+
+
+def _cut(reason: str, *, longest: int) -> Message:
+    """A reason from outside as plain text; one of ours can be translated."""
+    said = plain(reason, longest=longest)
+    return Message(said, *((reason.template, reason.values) if isinstance(reason, Message) else (said,)))
 
 
 def frame_from(rows: Sequence[Any], columns: Sequence[str]) -> Any:
@@ -175,7 +192,7 @@ def tensor_table(
             break
         fitting.add(column.name)
     shown = [column for column in columns if column.name in fitting]
-    table = bare_table(first, [column.title for column in shown], min_width=min(longest, 12))
+    table = bare_table(local(first), [column.title for column in shown], min_width=min(longest, 12))
     names = [shorten(tensor.path, longest=longest) for tensor in tensors]
     if len(set(names)) < len({tensor.path for tensor in tensors}):  # what differs is in the middle: show the end
         names = [_ending(tensor.path, longest) for tensor in tensors]

@@ -10,6 +10,7 @@ from typing import Any
 from gonio.measuring.showing.page import More, layer_map, render
 from gonio.measuring.showing.table import Column, figures
 from gonio.measuring.training.advice import LayerRotation, advice
+from gonio.messages import say
 from gonio.pages.charts import Lane
 from gonio.pages.picture import spark
 from gonio.pages.pictures import course
@@ -37,8 +38,8 @@ COLUMNS: tuple[Column[TrainingRow], ...] = (
     Column("ratio", "ratio", "rotation over the prediction", 6, figures("{:.2f}", "ratio")),
 )  # fmt: skip
 MORE: tuple[More, ...] = (
-    ("over time", "on one logarithmic scale for all layers; thin: the prediction", "spark", lambda row: row.curve),
-    ("why", "fits, or the reason why rotation and prediction differ", "text", lambda row: row.reason),
+    ("over time", say("on one logarithmic scale for all layers; thin: the prediction"), "spark", lambda row: row.curve),
+    ("why", say("fits, or the reason why rotation and prediction differ"), "text", lambda row: row.reason),
 )
 
 
@@ -80,7 +81,8 @@ def training_page(
 
 
 def _row(layer: LayerRotation, low: float, high: float) -> TrainingRow:
-    title = f"rotation {number(degrees(layer.rotation))}° per step, predicted {number(_degrees(layer.predicted))}"
+    turned, predicted = number(degrees(layer.rotation)), number(_degrees(layer.predicted))
+    title = say("rotation {turned}° per step, predicted {predicted}", turned=turned, predicted=predicted)
     curve, path = spark(course(layer.rotations, layer.predictions, low, high, title=title)), layer.layer
     return TrainingRow(path, path, degrees(layer.rotation), _degrees(layer.predicted), layer.ratio, layer.reason, curve)
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from gonio.measuring.showing.page import More, layer_map, render
 from gonio.measuring.showing.table import Column
+from gonio.messages import joined, say
 from gonio.pages.charts import LEVELS, Lane
 from gonio.pages.picture import Axis, Dots, Line, Mark, Picture, spark, svg
 
 FIGURES = {
-    "activation": ("output", "RMS of each layer's output at initialisation"),
-    "gradient": ("gradient", "RMS of the gradient at each layer's output, at initialisation"),
-    "change": ("change", "RMS of the change of each layer's output by training"),
+    "activation": (say("output"), say("RMS of each layer's output at initialisation")),
+    "gradient": (say("gradient"), say("RMS of the gradient at each layer's output, at initialisation")),
+    "change": (say("change"), say("RMS of the change of each layer's output by training")),
 }
 RULE = {"activation": "G601", "gradient": "", "change": "G602"}  # that judges the figure
 
@@ -45,7 +46,7 @@ def widths_page(found: Any, columns: Sequence[Column[Any]], *, whole: bool, made
 def _lane(figure: str, layers: Sequence[Any]) -> Lane:
     values = [getattr(layer, figure) for layer in layers]
     promised = [None if v is None else layer.promised(figure) for v, layer in zip(values, layers, strict=True)]
-    note = "exponent of the width with its 95 % interval; dashed: promised by μP"
+    note = say("exponent of the width with its 95 % interval; dashed: promised by μP")
     return Lane(FIGURES[figure][0], note, values, [getattr(t, f"{figure}_interval") for t in layers], promised,
                 scale="linear")  # fmt: skip
 
@@ -61,7 +62,9 @@ def _chart(figure: str, found: Any, codes: Mapping[str, Sequence[tuple[str, str,
         return "", ""
     least, ratio = min(found.sizes), max(found.sizes) / min(found.sizes)
     slopes = [getattr(layer, figure) for layer in layers]
-    whose = {t.promised(figure): "for the last layer" if t.last else "for the others" for t in found.tensors[::-1]}
+    whose = {
+        t.promised(figure): say("for the last layer") if t.last else say("for the others") for t in found.tensors[::-1]
+    }
     ends = [least, least * ratio]
     marks: list[Mark] = []
     for layer, slope in zip(layers, slopes, strict=True):
@@ -73,19 +76,22 @@ def _chart(figure: str, found: Any, codes: Mapping[str, Sequence[tuple[str, str,
     bottom = step * floor(min(powers) / step)
     top = max(step * ceil(max(powers) / step), bottom + step)
     up = tuple((2.0**at, str(Fraction(2) ** at)) for at in range(bottom, top + 1, step))
-    x = Axis(least, least * ratio, "width", log=True, ticks=tuple((size, f"{size}") for size in found.sizes))
+    x = Axis(least, least * ratio, say("width"), log=True, ticks=tuple((size, f"{size}") for size in found.sizes))
     y = Axis(2.0**bottom, 2.0**top, log=True, ticks=up, grid=True)
-    fitted = " to ".join(dict.fromkeys((_signed(min(slopes)), _signed(max(slopes)))))
-    promised = ", ".join(f"{_signed(a)} {who}" for a, who in whose.items()) if len(whose) > 1 else _signed(*whose)
-    said = f"fitted exponents {fitted}; promised {promised}"
-    title = f"{FIGURES[figure][0]} over the width: {said}"
+    fitted = joined(list(dict.fromkeys((_signed(min(slopes)), _signed(max(slopes))))), last=" to ")
+    promised = joined([say("{power} {whose}", power=_signed(a), whose=who) for a, who in whose.items()])
+    promised = promised if len(whose) > 1 else joined([_signed(*whose)])
+    said = say("fitted exponents {fitted}; promised {promised}", fitted=fitted, promised=promised)
+    title = say("{figure} over the width: {said}", figure=FIGURES[figure][0], said=said)
     return svg(Picture(title, x, y, tuple(marks), height=210), width=330), said
 
 
 def _column(figure: str, sizes: Sequence[int]) -> More:
     title, note = FIGURES[figure]
-    explanation = f"{note} over the width, both logarithmic: ticks: models; thick: fitted; thin: promised"
-    return f"{title} over width", explanation, "spark", partial(_spark, figure, sizes)
+    explanation = say(
+        "{note} over the width, both logarithmic: ticks: models; thick: fitted; thin: promised", note=note
+    )
+    return say("{figure} over width", figure=title), explanation, "spark", partial(_spark, figure, sizes)
 
 
 def _spark(figure: str, sizes: Sequence[int], layer: Any) -> Any:
@@ -98,7 +104,10 @@ def _spark(figure: str, sizes: Sequence[int], layer: Any) -> Any:
     ends, promise = [log2(min(sizes)), log2(max(sizes))], layer.promised(figure)
     fitted, promised = ([mean(ys) + power * (end - mean(xs)) for end in ends] for power in (slope, promise))
     low, high = min(ys + fitted + promised), max(ys + fitted + promised)
-    title = f"{FIGURES[figure][0]}: fitted exponent {_signed(slope)}, promised {_signed(promise)}"
+    exponents = {"fitted": _signed(slope), "promised": _signed(promise)}
+    title = say("{figure}: fitted exponent {fitted}, promised {promised}", figure=FIGURES[figure][0], **exponents)
     marks = (Line(ends, promised, "ink", 1.0), Line(ends, fitted), Dots(xs, ys, radius=3.0))
     axes = Axis(ends[0] - 0.1, ends[1] + 0.1), Axis(low, max(high, low + 1.0))
-    return spark(Picture(title, *axes, marks, ends=f"{min(sizes)}|width, logarithmic|{max(sizes)}"))
+    return spark(
+        Picture(title, *axes, marks, ends=say("{low}|width, logarithmic|{high}", low=min(sizes), high=max(sizes)))
+    )

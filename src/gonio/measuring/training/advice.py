@@ -10,6 +10,7 @@ from typing import Any
 
 from gonio.errors import listing
 from gonio.measuring.training.equilibrium import Equilibrium
+from gonio.messages import say
 
 FITS = 1.25  # measured and predicted rotation agree within this factor
 UNEVEN = 10.0  # a layer that turns so many times as fast as the median of the others
@@ -81,20 +82,20 @@ def _reason(
 ) -> str:
     """The first that holds: no prediction, fits, not scale-invariant, schedule, not settled, correlated gradients."""
     if turned.ratio is None or prediction is None:
-        return prediction.reason if prediction is not None and prediction.reason else "no prediction"
+        return prediction.reason if prediction is not None and prediction.reason else say("no prediction")
     if 1 / FITS <= turned.ratio <= FITS:
-        return "fits"
+        return say("fits")
     if invariant is None:
-        return "not known to be scale-invariant: the model cannot be traced"
+        return say("not known to be scale-invariant: the model cannot be traced")
     if turned.layer not in invariant:
-        return "not scale-invariant: no normalisation layer directly after it"
+        return say("not scale-invariant: no normalisation layer directly after it")
     last = rows[-1]["step"]
     memory = [row["learning_rate"] for row in rows if row["step"] >= last - prediction.steps]
     if max(memory) > 1.1 * min(memory):
-        return f"schedule: the learning rate changed within the last {prediction.steps:.0f} steps"
+        return say("schedule: the learning rate changed within the last {steps:.0f} steps", steps=prediction.steps)
     if last < 2 * prediction.steps:
-        return f"not settled: it takes about {2 * prediction.steps:.0f} steps"
-    return "gradients of different steps are correlated: noise does not dominate"
+        return say("not settled: it takes about {value:.0f} steps", value=2 * prediction.steps)
+    return say("gradients of different steps are correlated: noise does not dominate")
 
 
 def _rms(values: Sequence[float]) -> float:
@@ -123,16 +124,26 @@ def _uneven(layers: Sequence[LayerRotation]) -> list[str]:
     if len(turning) < 3:
         return []
     middle = median(layer.rotation for layer in turning)
-    sentences = []
+    sentences: list[str] = []
     for layer in turning:
         ratio = layer.rotation / middle
-        figures = f"({layer.rotation:.2g} against {middle:.2g} rad per step)"
+        told = {"layer": layer.layer, "rotation": layer.rotation, "middle": middle}
         if ratio >= UNEVEN:
-            do = "lower its learning rate, or hold its norm with a fixed step (gonio.hold_)"
-            sentences.append(f"{layer.layer} turns {ratio:.0f} times as fast as the median layer {figures}: {do}.")
+            said = say(
+                "{layer} turns {ratio:.0f} times as fast as the median layer ({rotation:.2g} against {middle:.2g} rad "
+                "per step): lower its learning rate, or hold its norm with a fixed step (gonio.hold_).",
+                ratio=ratio,
+                **told,
+            )
+            sentences.append(said)
         elif ratio <= 1 / UNEVEN:
-            do = "it hardly trains; raise its learning rate, or see whether its gradient vanishes"
-            sentences.append(f"{layer.layer} turns {1 / ratio:.0f} times as slowly as the median {figures}: {do}.")
+            said = say(
+                "{layer} turns {ratio:.0f} times as slowly as the median ({rotation:.2g} against {middle:.2g} rad per "
+                "step): it hardly trains; raise its learning rate, or see whether its gradient vanishes.",
+                ratio=1 / ratio,
+                **told,
+            )
+            sentences.append(said)
     return sentences
 
 
@@ -142,8 +153,12 @@ def _decay(layers: Sequence[LayerRotation]) -> list[str]:
     if not idle:
         return []
     return [
-        f"Weight decay does nothing yet for {listing(idle, limit=4)}: the norms still are those of the initialisation. "
-        "Raise the product of learning rate and decay, train longer, or leave the decay out."
+        say(
+            "Weight decay does nothing yet for {idle}: the norms still are those of the "
+            "initialisation. Raise the product of learning rate and decay, train longer, or "
+            "leave the decay out.",
+            idle=listing(idle, limit=4),
+        )
     ]
 
 
@@ -155,6 +170,10 @@ def _warm_up(layers: Sequence[LayerRotation], rows: Sequence[Mapping[str, Any]])
     if not starts or not rates or not isfinite(median(starts)) or median(starts) < 4 or rates[0] > 1.1 * median(rates):
         return []
     return [
-        f"Layers turned {median(starts):.0f} times as fast in the first tenth of the steps as later, at no larger "
-        "learning rate: the warm-up is too short, or there is none. A hold with a fixed step needs none (gonio.hold_)."
+        say(
+            "Layers turned {median:.0f} times as fast in the first tenth of the steps as later, "
+            "at no larger learning rate: the warm-up is too short, or there is none. A hold with "
+            "a fixed step needs none (gonio.hold_).",
+            median=median(starts),
+        )
     ]

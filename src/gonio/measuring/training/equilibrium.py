@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from gonio.editing.steps import of_kind
 from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 from gonio.geometry.norms import whole
+from gonio.messages import say
 from gonio.optim.muon import Muon, adjusted
 from gonio.penalty.matrices import Blocks
 
@@ -91,14 +92,23 @@ def equilibrium(optimizer: Optimizer, parameter: Tensor) -> Equilibrium:
     kind = type(optimizer).__name__
     rule = of_kind(optimizer, _rules())
     if rule is None:
-        return Equilibrium(None, reason=f"the equilibrium of {kind} is not known")
+        return Equilibrium(None, reason=say("the equilibrium of {kind} is not known", kind=kind))
     if missing := [name for name in rule.options if name not in group]:
-        return Equilibrium(None, reason=f"the equilibrium of {kind} without the option {listing(missing)} is not known")
+        return Equilibrium(
+            None,
+            reason=say(
+                "the equilibrium of {kind} without the option {missing} is not known",
+                kind=kind,
+                missing=listing(missing),
+            ),
+        )
     if other := [name for name, usual in rule.only.items() if name in group and group[name] not in usual]:
         what = listing([f"{name}={group[name]!r}" for name in other])
-        return Equilibrium(None, reason=f"the equilibrium of {kind} with {what} is not known")
+        return Equilibrium(None, reason=say("the equilibrium of {kind} with {what} is not known", kind=kind, what=what))
     if not float(group["weight_decay"] or 0) or not float(group["lr"] or 0):
-        return Equilibrium(None, reason="no weight decay" if float(group["lr"] or 0) else "the learning rate is 0")
+        return Equilibrium(
+            None, reason=say("no weight decay") if float(group["lr"] or 0) else say("the learning rate is 0")
+        )
     balance = rule.balance(group, optimizer.state.get(parameter, {}), parameter)
     if isinstance(balance, str):
         return Equilibrium(None, reason=balance)

@@ -9,6 +9,8 @@
     made.append(...children);
     return made;
   };
+  const words = JSON.parse(document.body.dataset.words || "{}"); // of a page in another language
+  const spoken = (name, english) => words[name] ?? english;
   const texts = new Map(); // of cells, as they were before controls were added
   const shownIn = (cell) => texts.get(cell) ?? (texts.set(cell, (cell.firstElementChild?.matches("button") ? cell.firstElementChild : cell).textContent.trim()), texts.get(cell));
   const value = (text) => {
@@ -70,13 +72,13 @@
 
     addTools() {
       const { table, heads, rows } = this.tables[0];
-      this.search = make("input", { type: "search", placeholder: "name, type or code", "aria-label": `Search: ${table.closest(".scroll").getAttribute("aria-label")}` });
+      this.search = make("input", { type: "search", placeholder: spoken("placeholder", "name, type or code"), "aria-label": `${spoken("search", "Search")}: ${table.closest(".scroll").getAttribute("aria-label")}` });
       this.status = make("span", { role: "status" });
       const tools = this.tools = make("div", { class: "tools" }, this.search);
       this.levels = ["error", "warn", "info"].filter((level) => rows.some((row) => row.querySelector(`a.badge.${level}`)));
       this.pressed = new Set();
       for (const level of this.levels) {
-        const button = make("button", { type: "button", "aria-pressed": "false" }, level);
+        const button = make("button", { type: "button", "aria-pressed": "false" }, spoken(level, level));
         button.addEventListener("click", () => {
           this.pressed.has(level) ? this.pressed.delete(level) : this.pressed.add(level);
           button.setAttribute("aria-pressed", this.pressed.has(level));
@@ -87,12 +89,12 @@
       this.type = heads.findIndex((head) => shownIn(head) === "type");
       const types = this.type < 0 ? [] : [...new Set(rows.map((row) => shownIn(row.cells[this.type])))];
       if (types.length > 1) {
-        this.select = make("select", { "aria-label": "Type of layer" }, ...["all types", ...types].map((type) => make("option", {}, type)));
+        this.select = make("select", { "aria-label": spoken("type", "Type of layer") }, ...[spoken("all", "all types"), ...types].map((type) => make("option", {}, type)));
         this.select.addEventListener("change", () => this.filter());
         tools.append(this.select);
       }
       tools.append(this.status);
-      if (table.classList.contains("opens")) tools.append(make("span", {}, make("kbd", {}, "/"), " search ", make("kbd", {}, "↑"), make("kbd", {}, "↓"), " rows ", make("kbd", {}, "Enter"), " open"));
+      if (table.classList.contains("opens")) tools.append(make("span", {}, make("kbd", {}, "/"), ` ${spoken("find", "search")} `, make("kbd", {}, "↑"), make("kbd", {}, "↓"), ` ${spoken("move", "rows")} `, make("kbd", {}, "Enter"), ` ${spoken("open", "open")}`));
       this.search.addEventListener("input", () => this.filter());
       this.search.addEventListener("keydown", (event) => {
         const first = this.tables[0].body.querySelector("tr.open:not([hidden]) > th > button");
@@ -118,7 +120,7 @@
       }).map((row) => row.dataset.i));
       this.close();
       this.tables.forEach((one) => one.rows.forEach((row) => { row.hidden = this.hidden.has(row.dataset.i); }));
-      if (this.status) this.status.textContent = this.hidden.size ? `${rows.length - this.hidden.size} of ${rows.length} rows` : "";
+      if (this.status) this.status.textContent = this.hidden.size ? spoken("rows", "{} of {} rows").replace("{}", rows.length - this.hidden.size).replace("{}", rows.length) : "";
     }
 
     reset() {
@@ -232,7 +234,7 @@
     const count = Number(chart.dataset.count);
     const plots = all(".plot", chart);
     const cross = make("div", { class: "cross", hidden: "" });
-    const readout = make("p", { class: "readout" }, rows ? "Point at a layer, or use the arrow keys; a click or Enter opens its row." : "");
+    const readout = make("p", { class: "readout" }, rows ? spoken("hint", "Point at a layer, or use the arrow keys; a click or Enter opens its row.") : "");
     chart.after(readout);
     chart.append(cross);
     const table = rows.tables[0];
@@ -257,7 +259,7 @@
       const wanted = Math.floor(((event.clientX - box.left) / box.width) * count);
       return places.reduce((best, one, k) => (Math.abs(one - wanted) < Math.abs(places[best] - wanted) ? k : best), 0);
     };
-    for (const [name, text] of [["role", "slider"], ["tabindex", "0"], ["aria-label", "Layer"], ["aria-valuemin", 1], ["aria-valuemax", places.length], ["aria-valuenow", 1], ["aria-valuetext", "first layer"]]) slider.setAttribute(name, text);
+    for (const [name, text] of [["role", "slider"], ["tabindex", "0"], ["aria-label", spoken("layer", "Layer")], ["aria-valuemin", 1], ["aria-valuemax", places.length], ["aria-valuenow", 1], ["aria-valuetext", spoken("first", "first layer")]]) slider.setAttribute(name, text);
     slider.querySelector("svg").setAttribute("aria-hidden", "true");
     for (const plot of plots) {
       plot.addEventListener("mousemove", (event) => show(index(event)));

@@ -1,0 +1,76 @@
+"""The catalogues: every text that is shown has a translation, with the same fields, and none is left over."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from messages.marked import SOURCE, has_words, marked
+
+GRAMMAR = {"are", "have", "has", "s", "turn"}  # fields that only English needs
+CATALOGUE: dict[str, str] = json.loads((SOURCE / "messages" / "zh.json").read_text(encoding="utf-8"))
+MARKED = marked()
+
+
+def fields(template: str) -> dict[str, str]:
+    """The fields of a template with their conversions and formats."""
+    found = string.Formatter().parse(template)
+    return {name: f"{kind or ''}:{form or ''}" for _, name, form, kind in found if name is not None}
+
+
+def test_no_text_lacks_a_translation() -> None:
+    missing = {text: place for text, place in MARKED.items() if text not in CATALOGUE}
+    assert not missing, "\n".join(f"{place}: {text}" for text, place in missing.items())
+
+
+def test_no_translation_is_left_over() -> None:
+    assert [text for text in CATALOGUE if text not in MARKED] == []
+
+
+def differing_fields(text: str, translation: str) -> set[str]:
+    """The fields that a translation lacks, invents or formats differently."""
+    if "{}" in text:  # filled by the script of a page
+        return set() if text.count("{}") == translation.count("{}") else {""}
+    english, translated = fields(text), fields(translation)
+    return {name for name in english | translated if english.get(name) != translated.get(name)} - GRAMMAR
+
+
+def test_a_translation_has_the_fields_of_its_text() -> None:
+    assert {text: found for text, said in CATALOGUE.items() if (found := differing_fields(text, said))} == {}
+
+
+def test_differing_fields_are_seen() -> None:
+    assert differing_fields("{n:.2f} of {m} {are}", "{m} {n:.2f}") == set()
+    assert differing_fields("{n:.2f} of {m}", "{m} {n}") == {"n"}
+    assert differing_fields("{n}", "{k}") == {"n", "k"}
+    assert differing_fields("{} of {}", "{}") == {""}
+
+
+def test_every_sentence_is_translated() -> None:
+    chinese = {text for text, said in CATALOGUE.items() if any("\u4e00" <= c <= "\u9fff" for c in said)}
+    assert [text for text in CATALOGUE if len(text) > 40 and text not in chinese] == []
+
+
+PAGES = [path for folder in ("measuring", "lab/showing") for path in sorted((SOURCE / folder).rglob("*.j2"))]
+# What a page says outside of marked texts: names of figures and of this program, and symbols.
+PLAIN_WORDS = {"a", "gonio", "measure", "reproduce", "sin", "widths", "Tracker", "rad"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_has_no_text_outside_of_marked_ones(path: Path) -> None:
+    parsed = jinja2.Environment().parse(path.read_text("utf-8"))
+    said = "".join(data.data for data in parsed.find_all(jinja2.nodes.TemplateData))
+    outside = " ".join(part.partition(">")[2] for part in said.split("<"))
+    words = {word.strip(".,:;-") for word in outside.split()} - PLAIN_WORDS
+    assert {word for word in words if word.isalpha() and len(word) > 1} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("a word", True), ("{n} of {m}", True), ("{n} ({m})", True), ("{n} {m}", False), (" ", False)]
+)
+def test_texts_of_fields_alone_need_no_translation(text: str, answer: bool) -> None:
+    assert has_words(text) is answer
