@@ -525,10 +525,8 @@ def _constant(facts: ModelFacts) -> str | None:
 
 @rule("G408", ADVICE)
 def _dead_units(facts: ModelFacts) -> str | None:
-    found = [
-        say("{path} ({dead} of {units})", path=s.path or say("the model"), dead=s.dead_units, units=s.units)
-        for s in dead_layers(facts.signals)
-    ]
+    dead = [(s.path or say("the model"), s.dead_units, s.units) for s in dead_layers(facts.signals)]
+    found = [say("{path} ({dead} of {units})", path=path, dead=count, units=units) for path, count, units in dead]
     return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
 
 
@@ -560,8 +558,7 @@ def _out_of_scale(facts: ModelFacts) -> str | None:
 def out_of_scale(signal: Signal, *, norm: bool, weighted: bool) -> float | None:
     """The output of a norm, or that of a weighted layer over its input, if it is far from those of healthy networks."""
     size = signal.rms if norm else signal.gain if weighted else None  # a norm's input counts as of unit size
-    far = size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR))
-    return size if far else None
+    return size if size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR)) else None
 
 
 def stale(signal: Signal) -> bool:
