@@ -79,7 +79,8 @@ def test_a_base_tells_what_fine_tuning_changed(folder: Path) -> None:
     save_file({**state, "0.weight": -2 * state["0.weight"]}, "tuned.safetensors")
     options = ("--model", "net.py:network", "--base", "fine.safetensors", "--json", "-")
     content = json.loads(invoke("doctor", "tuned.safetensors", *options).stdout)
-    untreated = {each["code"]: each["why"] for each in content["untreated"]}
-    assert untreated["G502"].startswith("The right scale is in the adapter's configuration")
+    (step,) = [each for each in content["steps"] if "G502" in each["codes"]]
+    assert (step["verb"], step["verdict"]) == ("shrink_intruders_", "not applied")
+    assert step["proof"].startswith("not provable without data")
     refused = invoke("doctor", "tuned.safetensors", "--base", "fine.safetensors")
     assert (refused.exit_code, "--base takes a model; found a file alone" in refused.stderr) == (2, True)
