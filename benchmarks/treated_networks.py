@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.healthy_networks import ARCHITECTURES, TRAINED_ON, digits
 from benchmarks.healthy_networks import healthy as image_network
-from gonio.lab import ACCURACY, Metric, Split, Task, TrainingConfig
-from gonio.lab.tasks import points
+from gonio.lab import Split, Task, TrainingConfig
+from gonio.lab.tasks import ACCURACY, Metric, points
 
 __all__ = ["KINDS", "Network", "network", "score"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
-from gonio.lab import Metric, Split, Task, TrainingConfig
+from gonio.lab import Split, Task, TrainingConfig
 from gonio.lab.plan import StudyPlan, extended
 from gonio.lab.planning.planner import check_training, make_plan
 from gonio.lab.running.training import (
@@ -28,7 +28,7 @@ from gonio.lab.running.training import (
     make_schedule,
     metrics_on,
 )
-from gonio.lab.tasks import resolve
+from gonio.lab.tasks import Metric, resolve
 from lab.plans import TINY, plan_of
 
 PLAIN = TrainingConfig(epochs=2, batch_size=8, lr=0.1)

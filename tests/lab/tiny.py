@@ -90,7 +90,7 @@ def diverging_model() -> nn.Module:
 
 def regression() -> Task:
     """A task whose metric falls and has no worst value."""
-    from gonio.lab import Metric
+    from gonio.lab.tasks import Metric
 
     kept = task()
     metric = Metric("error", lambda outputs, targets: float(F.cross_entropy(outputs, targets)), "min")

@@ -79,3 +79,8 @@ def test_the_search_finds_missing_documentation() -> None:
     assert lacking(Record) == "a docstring"  # dataclasses make one up, which says nothing
     assert lacking(gonio.errors.GonioError) is None
     assert lacking(gonio.errors.closest) is None
+
+
+def test_the_laboratory_has_few_names() -> None:
+    """What only some studies need lies in its modules."""
+    assert len(gonio.lab.__all__) <= 25

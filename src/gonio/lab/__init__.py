@@ -20,11 +20,11 @@ _HOME = {
     "RunRecord": "record",
     "across": "judging.multi_task",
     "filter_summary": "running.filter_summary",
-    **dict.fromkeys(("TreatmentStep", "Treatment"), "treating.treatment"),
+    "Treatment": "treating.treatment",
     "doctor": "treating.doctor",
     "retrain_": "treating.retrain",
     **dict.fromkeys(("self_test", "self_test_plan"), "judging.self_test"),
-    **dict.fromkeys(("ACCURACY", "Metric", "Split", "Task", "accuracy"), "tasks.task"),
+    **dict.fromkeys(("Split", "Task"), "tasks.task"),
 }
 """The module of each public name."""
 _MODULES = {"claims": "claims", "engines": "running.engines", "showing": "showing", "tasks": "tasks"}
@@ -52,15 +52,11 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab.running.scheduler import watcher_for as watcher_for
     from gonio.lab.running.scripts import Run as Run
     from gonio.lab.running.study import Study as Study
-    from gonio.lab.tasks.task import ACCURACY as ACCURACY
-    from gonio.lab.tasks.task import Metric as Metric
     from gonio.lab.tasks.task import Split as Split
     from gonio.lab.tasks.task import Task as Task
-    from gonio.lab.tasks.task import accuracy as accuracy
     from gonio.lab.treating.doctor import doctor as doctor
     from gonio.lab.treating.retrain import retrain_ as retrain_
     from gonio.lab.treating.treatment import Treatment as Treatment
-    from gonio.lab.treating.treatment import TreatmentStep as TreatmentStep
 
 
 def __getattr__(name: str) -> Any:

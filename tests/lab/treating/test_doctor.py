@@ -109,7 +109,7 @@ def test_scale_is_moved_with_the_same_function_and_undone_exactly() -> None:
 )
 def test_statistics_are_measured_anew_with_a_proof(buffer: str, value: float, code: str) -> None:
     healthy, data = network(), task()
-    score = gonio.lab.accuracy(healthy(data.test.inputs), data.test.targets)
+    score = gonio.lab.tasks.accuracy(healthy(data.test.inputs), data.test.targets)
     damaged = copy.deepcopy(healthy)
     damaged[1].get_buffer(buffer).fill_(value)
     before = copy.deepcopy(damaged)
@@ -117,7 +117,7 @@ def test_statistics_are_measured_anew_with_a_proof(buffer: str, value: float, co
     assert [(step.verb, step.proved) for step in treated.kept] == [("calibrate_", True)]
     assert code in treated.kept[0].codes
     assert not treated.after.findings
-    assert abs(gonio.lab.accuracy(treated.model(data.test.inputs), data.test.targets) - score) <= 2
+    assert abs(gonio.lab.tasks.accuracy(treated.model(data.test.inputs), data.test.targets) - score) <= 2
     assert same(damaged, before)
 
 
@@ -336,7 +336,7 @@ def test_a_lost_layer_is_trained_anew_with_a_proof_and_undone() -> None:
     assert (step.verb, step.options["where"], step.proved) == ("retrain_", ["3"], True)
     assert step.proof.startswith("improved")
     assert "learnt" in step.cannot
-    assert gonio.lab.accuracy(treated.model(data.test.inputs), data.test.targets) > 90
+    assert gonio.lab.tasks.accuracy(treated.model(data.test.inputs), data.test.targets) > 90
     assert same(damaged, before)
     treated.undo_()
     assert same(treated.model, before)

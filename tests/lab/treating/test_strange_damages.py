@@ -62,7 +62,7 @@ DAMAGES: dict[str, Damage] = {
 def score(model: nn.Module) -> float:
     data = task()
     outputs = model(data.test.inputs)
-    return gonio.lab.accuracy(outputs, data.test.targets) if bool(torch.isfinite(outputs).all()) else 0.0
+    return gonio.lab.tasks.accuracy(outputs, data.test.targets) if bool(torch.isfinite(outputs).all()) else 0.0
 
 
 QUICK = ("a whole filter NaN", "half of the filters times 300", "two layers at once")

@@ -3,9 +3,13 @@
 from gonio.lab.tasks.built_in import BUILT_IN, bytes_, digits, points, resolve
 from gonio.lab.tasks.generative import digits_gan, digits_vae
 from gonio.lab.tasks.images import fashion_mnist, image_folder, torchvision_dataset
+from gonio.lab.tasks.task import ACCURACY, Metric, accuracy
 
 __all__ = [
+    "ACCURACY",
     "BUILT_IN",
+    "Metric",
+    "accuracy",
     "bytes_",
     "digits",
     "digits_gan",

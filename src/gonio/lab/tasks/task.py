@@ -377,7 +377,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> float:
         - ``outputs``: (N, K); ``targets``: (N,) integers.
 
     Example:
-        >>> gonio.lab.accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
+        >>> gonio.lab.tasks.accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
         50.0
     """
     # an integer count, so that no summation order can change the last bit
