@@ -160,13 +160,13 @@ def test_the_pages_show_the_results() -> None:
 def test_every_topic_has_a_table() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     asked = {match["ask"].split()[0] for match in BLOCK.finditer(page)}
-    assert asked == {*topics(), "study"}  # whose figures are no ratios to a floor
+    assert asked == {*topics(), "study", "orthogonal_conv"}  # whose figures are no ratios to a floor
 
 
 def test_an_unknown_topic_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(["no-such-topic"])
-    assert "there are conv_norm, decoupled_conv" in capsys.readouterr().err
+    assert "there are conv_norm, conv_orthogonality" in capsys.readouterr().err
 
 
 def test_the_process_starts_again_under_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ _NO_VERB = {
 }
 # Verbs that are tested elsewhere, and where.
 _TESTED = {
+    "lab.retrain_": "tests/lab/treating/test_retrain.py: it takes a task",
     "integrations.lightning.add_penalty_": "tests/integrations: its model is a LightningModule",
     "integrations.transformers.add_penalty_": "tests/integrations: it takes a Trainer",
 }

@@ -108,6 +108,9 @@ def test_an_edit_against_a_radius_that_was_given_is_refused_and_changes_nothing(
         act: Callable[[nn.Module], Any] = lambda m: gonio.balance_(m, **level)  # noqa: E731
     else:
         act = EDITS[verb]
+    if verb == "even_out_":
+        _out_of_scale(model)
+        act = gonio.even_out_
     state = copy.deepcopy(model.state_dict())
     modules = list(map(type, model.modules()))
     with pytest.raises(

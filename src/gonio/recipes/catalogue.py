@@ -116,7 +116,7 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
         case "optimizer":
             entries = _optimizers()
         case "hold":
-            entries = iter([(HOLD, Entry(HOLD, hold_, _options_of(hold_, skip=2, hidden=("where",))))])
+            entries = iter([(HOLD, Entry(HOLD, hold_, _options_of(hold_, skip=2, hidden=("where", "heads"))))])
         case _:
             entries = _classes(regularizers, regularizers.Regularizer)
     return MappingProxyType(dict(entries))

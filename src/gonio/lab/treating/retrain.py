@@ -60,10 +60,10 @@ def retrain_(
 
     Example:
         >>> task = gonio.lab.tasks.digits()
-        >>> model = gonio.models.digits_cnn()
-        >>> edited = gonio.lab.retrain_(model, task, where="fc2", epochs=1)
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        >>> edited = gonio.lab.retrain_(model, task, where="1", epochs=1)
         >>> [change.path for change in edited.changes]
-        ['fc2']
+        ['1']
     """
     if epochs < 1 or not 0 < lr < float("inf"):
         found = f"epochs={epochs}, lr={lr}"

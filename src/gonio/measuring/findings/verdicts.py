@@ -13,17 +13,16 @@ from gonio.messages import Message, joined, say
 def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "layer") -> Message:
     """How many findings there are of each level, and in how many layers.
 
-        Args:
-            paths: of the layers (or tensors) that have a row.
+    Args:
+        paths: of the layers (or tensors) that have a row.
 
-        Example:
-            >>> from gonio.measuring.findings.rules import Finding
-    from gonio.messages import Message, joined, say
-            >>> from gonio.measuring.findings.verdicts import verdict
-            >>> verdict([], ["a", "b"])
-            'No findings in 2 layers.'
-            >>> verdict([Finding("G102", "warn", "a", "", "", ""), Finding("G405", "info", "", "", "", "")], ["a", "b"])
-            '1 warning and 1 remark in 1 of 2 layers and the model as a whole.'
+    Example:
+        >>> from gonio.measuring.findings.rules import Finding
+        >>> from gonio.measuring.findings.verdicts import verdict
+        >>> verdict([], ["a", "b"])
+        'No findings in 2 layers.'
+        >>> verdict([Finding("G102", "warn", "a", "", "", ""), Finding("G405", "info", "", "", "", "")], ["a", "b"])
+        '1 warning and 1 remark in 1 of 2 layers and the model as a whole.'
     """
     if not findings:
         return say("No findings in {places}.", places=counted(len(paths), noun))
