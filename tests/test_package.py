@@ -21,6 +21,7 @@ print(getattr(gonio, sys.argv[1]))
 """
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", ["errors", "seeding", "penalty", "geometry", "GonioError", "__version__"])
 def test_a_name_is_loaded_on_first_use_in_a_fresh_interpreter(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", FRESH, name], capture_output=True, text=True, check=False)

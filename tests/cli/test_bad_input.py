@@ -256,6 +256,7 @@ def test_a_closed_stream_is_no_defect(folder: Path, closed: int) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_an_encoding_that_lacks_a_character_gets_a_replacement(folder: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "COLUMNS": "100"}
     words = [*COMMAND, "measure", str(folder / "fine.pt")]

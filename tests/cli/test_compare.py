@@ -166,6 +166,7 @@ def test_a_dry_run_trains_nothing(folder: Path) -> None:
     assert not Path("gonio-study").exists()
 
 
+@pytest.mark.slow
 def test_the_options_of_a_training_reach_the_plan_and_its_command(folder: Path) -> None:
     words = ["--task", "tiny.py:tiny", "--seeds", "1", "--epochs", "2", "--lr", "0.1", "--optimizer", "adamw",
              "--weight-decay", "0.01", "--schedule", "one-cycle", "--ema", "0.9", "--precision", "bf16"]  # fmt: skip

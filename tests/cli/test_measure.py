@@ -207,6 +207,7 @@ def test_on_a_terminal_there_is_a_bar_and_stdout_is_the_same(folder: Path) -> No
     assert stdout == invoke("measure", "fine.pt", "--json", "-").stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_colours_unless_they_are_not_wanted(folder: Path) -> None:
     """Red for an error; none with NO_COLOR and none off a terminal, and no escape sequence out of a name."""
     torch.save({"a\x1b]0;owned\x07.weight": torch.full((2, 3), torch.nan)}, "names.pt")
@@ -218,6 +219,7 @@ def test_a_terminal_gets_colours_unless_they_are_not_wanted(folder: Path) -> Non
     assert "\x1b" not in invoke("measure", "names.pt").stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

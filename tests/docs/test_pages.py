@@ -17,6 +17,7 @@ WRITTEN = [
 PAGES = [p for p in WRITTEN if p.name != "README.zh-CN.md" and ("zh" not in p.parts or p.name == "commands.md")]
 HEAVY = {  # what they run takes longer than ten seconds: `make test-slow` runs them whole
     "command-line.md",
+    "commands.md",
     "any-model.md",
     "claim.md",
     "compare.md",
@@ -24,6 +25,7 @@ HEAVY = {  # what they run takes longer than ten seconds: `make test-slow` runs 
     "quantise.md",
     "recipes.md",
     "self-orthogonality.md",
+    "start.md",
     "task.md",
     "transformer-to-int4.md",
     "width.md",

@@ -52,6 +52,7 @@ def test_a_worker_collects_garbage_except_what_its_server_imported() -> None:
     assert Worker(gc.get_freeze_count).result() > 100_000
 
 
+@pytest.mark.slow
 def test_the_server_imports_what_it_is_given_beside_its_starter() -> None:
     code = """if __name__ == "__main__":
     import sys

@@ -73,6 +73,7 @@ def test_jobs_must_be_positive(tmp_path: Path, jobs: int) -> None:
         run(plan_of(), tmp_path, jobs=jobs)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_end_is_stopped_after_its_time(tmp_path: Path) -> None:
     plan = make_script_plan(["scale-shift"], script=f"{OWN}:hangs", seeds=3)
     study = run(plan, tmp_path, jobs=2, run_timeout=4)
@@ -145,6 +146,7 @@ def test_a_killed_fork_server_takes_no_run_with_it(tmp_path: Path) -> None:
     assert [(record.status, record.score) for record in study.runs()] == [("finished", float(s)) for s in range(3)]
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_moved_meanwhile_is_not_made_again(tmp_path: Path) -> None:
     class Mover(Quiet):
         def run_ended(self, record: RunRecord) -> None:

@@ -162,6 +162,7 @@ def test_a_trial_looks_at_the_validation_split_alone() -> None:
     assert other.curve != first.curve
 
 
+@pytest.mark.slow
 def test_a_tuned_study_end_to_end_and_again(tmp_path: Path) -> None:
     plan = tiny_plan(9, seeds=1)
     seen: list[str] = []

@@ -86,6 +86,7 @@ def step_(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
     optimizer.step()
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_norm_is_kept_after_each_of_300_steps(name: str) -> None:
     model = normalised()

@@ -39,6 +39,7 @@ def assert_is_defined(layer: nn.Module, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(found, wanted, **CLOSE)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("kind", "arguments", "shape"), SAMPLES, ids=lambda v: getattr(v, "__name__", ""))
 def test_every_operator(kind: Any, arguments: tuple[Any, ...], shape: tuple[int, ...], training: bool) -> None:

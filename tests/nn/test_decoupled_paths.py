@@ -31,6 +31,7 @@ def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return [output.detach(), *differentiate(output, [x, *layer.parameters()])]
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @kinds
 def test_second_and_plain_forms_agree(

@@ -120,6 +120,7 @@ def losses(step: nn.Module, model: nn.Module) -> list[float]:
     return found
 
 
+@pytest.mark.grid(3)
 @ONE
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_training_is_one_graph_compiled_once(member: str) -> None:

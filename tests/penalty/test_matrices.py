@@ -100,6 +100,7 @@ def test_transformers(name: str) -> None:
     assert lines_of(transformers_model(name)) == golden()[f"transformers:{name}"]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", TIMM)
 def test_timm(name: str) -> None:
     assert lines_of(timm_model(name)) == golden()[f"timm:{name}"]

@@ -250,6 +250,7 @@ def exponents(name: str, *, mup: bool) -> Widths:
     return widths(factory, (64, 128, 256), (inputs, targets), optimizer=optimizer, steps=5)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", TRAINED)
 def test_with_the_rates_nothing_depends_on_the_width_and_without_them_it_does(name: str) -> None:
     with_rates = exponents(name, mup=True)

@@ -42,6 +42,7 @@ def deviation(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("template", FOLDED)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -25,6 +25,7 @@ def wrapper(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("compiled", [wrapper, compiled_in_place])
 @over([case for case in VERBS if case.name != "release_"])  # a copy of a held model is not held
 def test_an_edit_of_a_compiled_model_acts_on_its_next_call(case: VerbCase, compiled) -> None:

@@ -28,6 +28,7 @@ def test_the_sample_and_the_list_are_what_they_say() -> None:
     assert set(SMALL) <= set(listed)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize(
     "name", [name if at % 12 == 0 else pytest.param(name, marks=pytest.mark.slow) for at, name in enumerate(SMALL)]
 )
@@ -61,6 +62,7 @@ DESIGNS = (
 )
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", DESIGNS)
 def test_shapes_and_layouts_of_an_architecture(name: str) -> None:
     timm()
