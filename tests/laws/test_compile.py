@@ -109,7 +109,7 @@ def check_autocast_keeps(value: Tensor, expected: Tensor) -> None:
     assert_near(value, expected, torch.float32, what="value under autocast")
 
 
-test_compile = pytest.mark.matrix("compile")(law(check_compiled, MODULES, by=split_slow))
+test_compile = pytest.mark.grid(2)(pytest.mark.matrix("compile")(law(check_compiled, MODULES, by=split_slow)))
 
 
 @pytest.mark.inductor

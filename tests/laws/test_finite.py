@@ -95,7 +95,7 @@ def check_large(case: RegularizerCase, dtype: torch.dtype) -> None:
     assert_finite([case.make().value(x)], f"entries of size 300 in {dtype}")
 
 
-test_module_is_finite = law_by_dtype(check_module, MODULES)
+test_module_is_finite = pytest.mark.grid(2)(law_by_dtype(check_module, MODULES))
 test_regularizer_is_finite = law_by_dtype(check_regularizer, REGULARIZERS)
 test_regularizer_does_not_overflow = law_by_dtype(check_large, REGULARIZERS, HALF)
 
