@@ -32,7 +32,7 @@ def test_each_recipe_has_a_row_beside_the_plain_model_and_the_same_again() -> No
     assert [row.parameters for row in rows[:3]] == [numbers] * 3
     assert norm.parameters == numbers + 3 * 6  # three norms, each with two triples of weights
     assert plain.time == (1.0, 1.0, 1.0)
-    assert (again.memory, init.memory) == (1.0, 1.0)
+    assert (again.memory, init.memory) == pytest.approx((1.0, 1.0), rel=0.01)  # torch caches a few KiB at a first use
     assert norm.memory is not None
     assert norm.memory > 1.0
     assert all(row.time and row.time[1] <= row.time[0] <= row.time[2] for row in (again, init, norm, held))
