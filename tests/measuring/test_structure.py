@@ -233,3 +233,16 @@ def test_non_finite_outputs_are_counted_and_left_out() -> None:
     assert signal.nonfinite == 2
     assert "2 values NaN or infinite" in str(found)
     assert math.isfinite(signal.rms)
+
+
+def test_blocks_of_a_large_model_are_found_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gonio.measuring.figures.structure.LARGEST_UNASKED", 100)
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    plain, asked = measure(model), measure(model, extra_figures=("blocks",))
+    assert plain.heads == ()
+    assert plain.scale is None or not plain.scale.pairs
+    assert "extra_figures=('blocks',) does so" in str(plain.notes) + str(getattr(plain.scale, "left", ""))
+    assert len(asked.heads) > 0
+    assert asked.scale is not None
+    assert asked.scale.pairs

@@ -117,8 +117,9 @@ def measure(
         extra_figures: figures on request: `operator_norm`, of convolutions, on a periodic grid of 16 positions in each
             dimension (or twice the kernel), usually exact up to 1e-5, takes longer than all others together;
             `quantisation`, the errors of rounding to int8 and int4 (:func:`gonio.geometry.quantization_error`);
-            `blocks`, of a checkpoint of transformers with its ``config.json``: heads, and the scale that can move in
-            attention and MLPs, as a model always has them (see :func:`gonio.surgery.anatomy`).
+            `blocks`, of a model, or of a checkpoint of transformers with its ``config.json``: heads, and the scale that
+            can move in attention and MLPs (see :func:`gonio.surgery.anatomy`); a model of at most 5 million weights
+            always has them, a larger one takes seconds.
         deep: use all pairs of filters and all singular values of large weights too. By default, angles between more
             than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
             both have errors. The time grows with the square of the number of filters and the cube of the smaller side
@@ -193,7 +194,7 @@ def measure(
 def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:
     """What a model, or the configuration of a checkpoint on request, shows beyond its tensors."""
     if isinstance(source, nn.Module):
-        return structure_of(source, batch)
+        return structure_of(source, batch, blocks="blocks" in figures)
     if "blocks" in figures and isinstance(source, (str, os.PathLike)):
         return structure_of_checkpoint(Path(os.fspath(source)), entries)
     return Structure()

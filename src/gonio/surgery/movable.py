@@ -44,13 +44,13 @@ class Movable:
         return [variable for variable in self.variables if variable.free()]
 
 
-def movable(evaluation: Graph, training: Graph, same: Callable[[], SameFunction]) -> Movable:
+def movable(evaluation: Graph, training: Graph, same: Callable[[], SameFunction] | str) -> Movable:
     """What can move, by the graphs of a model in evaluation and in training mode.
 
     Args:
         same: gives the inputs of the model; called, and the model run, only where there may be blocks of attention or
             an MLP: if the model cannot be traced, has products of activations, gates a linear layer or calls layers of
-            several matrices.
+            several matrices. Or why it is not to be run.
     """
     untraced = next((graph.reason for graph in (evaluation, training) if graph.reason), "")
     variables = [] if untraced else _variables(evaluation, training)
@@ -77,10 +77,12 @@ def _ends(variable: ScaleVariable) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(layer.path for layer in variable.producers), consumers
 
 
-def movable_in_blocks(graph: Graph, same: Callable[[], SameFunction], taken: frozenset[int]) -> BlockSymmetries:
+def movable_in_blocks(graph: Graph, same: Callable[[], SameFunction] | str, taken: frozenset[int]) -> BlockSymmetries:
     """The symmetries of attention and MLP blocks, of a model in which there may be some."""
     if not may_attend(graph):
         return BlockSymmetries()
+    if isinstance(same, str):
+        return BlockSymmetries(left={same: (("attention and MLP blocks", ""),)})
     given = same()
     if given.input is None:
         why = f"they are found by running it, and {given.why}; pass example="

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -22,6 +22,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
+from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, trace
 from gonio.surgery.movable import Movable, least_scales, movable, movable_in_blocks
@@ -29,6 +30,7 @@ from gonio.surgery.symmetries import Sums, least_factors
 
 LARGEST = 40_000_000  # weights; their squares are held in float64 where a graph shows them
 LARGEST_RUN = 300_000_000  # weights of a model that is run; of those that have factors there are copies
+LARGEST_UNASKED = 5_000_000  # weights of a model whose blocks are found unasked: a run of 20 million takes ten seconds
 SWEEPS = 200
 CONVERGED = 1e-4  # of a log scale: the figure is shown with three digits
 
@@ -139,18 +141,18 @@ class Structure:
 
 
 @torch.no_grad()
-def structure_of(model: nn.Module, batch: Any = None) -> Structure:
+def structure_of(model: nn.Module, batch: Any = None, *, blocks: bool = False) -> Structure:
     """Read the structure of a model; never raises because of the model.
 
     It is traced, and run only where there may be blocks of attention: on a generated input, or on the batch where none
-    can be made.
+    can be made. `blocks`: run it also if it has more than :data:`LARGEST_UNASKED` weights.
     """
     model = unwrapped(model)
     mixing = [(site, mixture) for site in sites(model) if (mixture := facts_of(site.module).mixture) is not None]
     mixtures = {site.path: mixture(site.module) for site, mixture in mixing}
     try:
         why = _refusal(model)
-        found = Structure(notes=(_not_measured(why),)) if why else _read(model, batch)
+        found = Structure(notes=(_not_measured(why),)) if why else _read(model, batch, blocks=blocks)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
         said = str(error).strip().partition("\n")[0][:200]
         found = Structure(notes=(_not_measured(f"reading the model raised {type(error).__name__}: {said}"),))
@@ -161,12 +163,14 @@ def _not_measured(why: str) -> str:
     return f"Scale between layers was not measured: {why}."
 
 
-def _read(model: nn.Module, batch: Any) -> Structure:
+def _read(model: nn.Module, batch: Any, *, blocks: bool) -> Structure:
     """What the graph and, where there may be blocks, a run show; of a large model blocks alone."""
     total = sum(p.numel() for p in model.parameters())
     with evaluating(model) as twin:  # in train mode torch's spectral_norm takes a step at each read of a weight
         graph = trace(twin, training=False)
-        runs = partial(input_of, twin, batch)
+        runs: Callable[[], SameFunction] | str = partial(input_of, twin, batch)
+        if total > LARGEST_UNASKED and not blocks:
+            runs = f"it has {total:,} weights, and they are found by running it: extra_figures=('blocks',) does so"
         if total > LARGEST:
             why = f"it has {total:,} weights, more than {LARGEST:,}, and the graph was not read"
             found = Movable([], movable_in_blocks(graph, runs, frozenset()), why)
