@@ -7,8 +7,15 @@ from dataclasses import asdict, replace
 
 from gonio.measuring.checking.places import Problem
 from gonio.measuring.checking.scan import TensorCheck
-from gonio.measuring.exports import are, counted
-from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
+from gonio.measuring.exports import counted
+from gonio.measuring.findings.rules import (
+    Finding,
+    FindingRule,
+    findings_by,
+    nonfinite_values,
+    rule,
+    worst_first,
+)
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.messages import say
 
@@ -37,16 +44,7 @@ for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711"):
 
 @rule("G001", VALUE_RULES)
 def _nonfinite(t: TensorCheck) -> str | None:
-    if not t.nonfinite:
-        return None
-    place = ", ".join(map(str, t.first_nonfinite or ()))
-    return say(
-        "{nonfinite} of {entries} values {are} NaN or infinite, the first at [{place}]",
-        nonfinite=t.nonfinite,
-        entries=t.entries,
-        are=are(t.nonfinite),
-        place=place,
-    )
+    return nonfinite_values(t.nonfinite, t.entries, t.first_nonfinite)
 
 
 @rule("G101", VALUE_RULES)

@@ -278,15 +278,19 @@ def _rate(code: str) -> Message:
 
 @rule("G001", WEIGHT_RULES)
 def _nonfinite(t: TensorMeasurement) -> str | None:
-    if not t.nonfinite:
+    return nonfinite_values(t.nonfinite, t.entries, t.first_nonfinite)
+
+
+def nonfinite_values(count: int, entries: int, first: Sequence[int] | None) -> str | None:
+    """How many of a tensor's values are NaN or infinite, and the index of the first; None if there are none."""
+    if not count:
         return None
-    place = ", ".join(map(str, t.first_nonfinite or ()))
     return say(
         "{nonfinite} of {entries} values {are} NaN or infinite, the first at [{place}]",
-        nonfinite=t.nonfinite,
-        entries=t.entries,
-        are=are(t.nonfinite),
-        place=place,
+        nonfinite=count,
+        entries=entries,
+        are=are(count),
+        place=", ".join(map(str, first or ())),
     )
 
 
