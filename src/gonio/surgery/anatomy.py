@@ -18,6 +18,7 @@ from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import generated_example
 from gonio.surgery.planned import planned
+from gonio.surgery.products import LAYERS
 from gonio.surgery.recording import Call, Part, Product, Recording, record
 
 _MASKED = -1e4  # logits below are those of pairs that a mask excludes
@@ -88,6 +89,8 @@ def _taken_apart(run: Recording) -> Anatomy:
     unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
+        if product.value is None and product.passed & LAYERS:  # of a router or a classifier further on
+            continue
         found = _block_of(run, product)
         if isinstance(found, str):
             unknown[product.path] = found
@@ -120,6 +123,8 @@ def _block_of(run: Recording, product: Product) -> Attention | str:
     """A block, or why it is not known."""
     if product.value is None or product.out is None:
         return "the softmax multiplies no values"
+    if product.mixed or product.passed & LAYERS:
+        return "a layer with a weight of its own computes its logits or shares from those of all heads"
     try:
         return _Block(run, product, product.value, product.out).taken_apart()
     except RuntimeError as error:  # a function of the model's own
@@ -213,6 +218,8 @@ class _Block:
         """Give queries, keys and values the same leading dimensions; those of fewer heads are repeated."""
         tensors = [self.query, self.key, self.value]
         dims = max(t.ndim for t in tensors)
+        whole = next(t.shape[:-2] for t in tensors if t.ndim == dims)
+        tensors = [t.reshape(*whole, *t.shape[-2:]) if t.shape[:-2].numel() == whole.numel() else t for t in tensors]
         tensors = [t.reshape(*[1] * (dims - t.ndim), *t.shape) for t in tensors]
         for d in range(dims - 2):
             size = max(t.shape[d] for t in tensors)
