@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+import gonio
 from bank.live.transformers_models import MODELS as OF_BANK
 from bank.live.transformers_models import made, text
 from catalog import seeded
 from foreign import timm
-from gonio.surgery import Attention, anatomy
+from gonio.errors import NotApplicableError
+from gonio.surgery import Attention, anatomy, balance_, rotate_
 from surgery import anatomy_families, anatomy_families_of_timm
 from surgery.anatomy_families import FAMILIES, QUICK
 from surgery.anatomy_families_of_timm import FAMILIES as OF_TIMM
@@ -59,6 +65,57 @@ def test_every_head_of_every_block_is_where_the_source_has_it(name: str) -> None
     assert {block.path: words(block) for block in found.attention} == truth
     assert len(found.attention) == len(truth)
     assert found.unknown == {}
+
+
+# --- their symmetries -------------------------------------------------------------------------------------------------
+
+_QK, _VO = "query and key", "value and output"
+# What stays beside queries and keys that a norm follows: a bias of positions that is computed from queries, a clip,
+# a norm or a rectifier of the result, and positions that are complex numbers in float32.
+STAY = {
+    **dict.fromkeys(("w2v-BERT", "samvit_base_patch16", "DeepSeek V2"), frozenset({_QK})),
+    **dict.fromkeys(("DBRX", "botnet26t_256", "halonet26t"), frozenset({_QK, _VO})),
+    **dict.fromkeys(("BitNet", "shvit_s1"), frozenset({_VO})),
+}
+
+
+def in_float64(name: str) -> tuple[nn.Module, Any]:
+    """With vectors as after training."""
+    torch.manual_seed(0)
+    model, example = MAKE[name]()
+    model = model.double().eval()
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            if parameter.ndim == 1:
+                parameter += 0.1 * seeded(*parameter.shape, seed=seed)
+    return model, tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, example)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "GPT" else pytest.mark.slow) for n in LAYOUTS])
+def test_scales_and_turns_are_exact_or_refused_by_name(name: str) -> None:
+    if name == "XGLM":
+        pytest.skip("its mask overflows in float64")
+    model, example = in_float64(name)
+    old = copy.deepcopy(model)
+    stay = STAY.get(name, frozenset()) | ({_QK} if any(layout.normed for layout in LAYOUTS[name]) else set())
+    for verb in (balance_, partial(rotate_, what=("values",))):
+        turned = verb is not balance_
+        with (
+            nullcontext() if not turned or _VO not in stay else pytest.raises(NotApplicableError, match="the values of")
+        ):
+            edited = verb(model, example=example)
+            notes = [note for note in edited.notes if " stay" in note]
+            assert gonio.equivalent(old, model, example=example).relative <= (1e-12 if name in OF_TIMM else 1e-6)
+            changed = {n for n, p in model.named_parameters() if not torch.equal(p, old.get_parameter(n))}
+            for layout in LAYOUTS[name]:
+                for path, block in layout.blocks().items():
+                    pairs = {_VO: ("value", "output")} if turned else {_QK: ("query", "key"), _VO: ("value", "output")}
+                    for kind, roles in pairs.items():
+                        tensors = {row.partition("[")[0] for role in roles for row in block[role]}
+                        assert kind in stay or tensors <= changed
+                        assert kind not in stay or any(kind in note and path in note for note in notes)
+            edited.undo_()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), old.parameters(), strict=True))
 
 
 # --- models whose heads cannot be told apart --------------------------------------------------------------------------

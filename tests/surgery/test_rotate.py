@@ -236,6 +236,15 @@ def test_values_that_are_not_only_averaged_stay() -> None:
         rotate_(model, ("values",), example=IDS)
 
 
+def test_values_that_are_clipped_stay_though_the_run_does_not_reach_the_clip() -> None:
+    """Both of two clipped entries can be below the limit where their turned ones are not."""
+    model = Lm()
+    model.kv.register_forward_hook(lambda module, args, out: out.clamp(-100, 100))
+    why = "the values of the model stay: the next layer reads what is not proportional to the values"
+    with pytest.raises(NotApplicableError, match=why):
+        rotate_(model, ("values",), example=IDS)
+
+
 def test_parametrized_weights_stay() -> None:
     model = Lm()
     gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="up")

@@ -18,12 +18,13 @@ from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.gains import not_run
 from gonio.surgery.recording import Call, Normed, Part, Recording, record
-from gonio.surgery.symmetries import TwinTrial, confirmed
+from gonio.surgery.symmetries import OfBlocks, Symmetry, TwinTrial, confirmed, of_values
 
 VALUES, STREAM = "values", "stream"
 _ROUNDINGS = 1000  # times the rounding of the types of a model, by which outputs in a trial may differ
 _MOST = 0.05
 _EQUAL = 0.02  # relative; of sums in any dtype
+_VALUES = "the next layer reads what is not proportional to the values"
 _NORM = "it passes a norm whose gain is not one number"
 
 
@@ -130,12 +131,14 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
         parameters = dict(plain.named_parameters())
     stay: dict[str, str] = {}
     options: list[list[Turn]] = []
-    found = anatomy(model, example=example)
-    for block in found.attention if VALUES in kinds else ():
-        if why := "" if block.linear[2] else "the next layer reads what is not proportional to the values":
-            stay[f"the values of {block.path or 'the model'}"] = why
+    scales: dict[Turn, Symmetry] = {}
+    for block in anatomy(model, example=example).attention if VALUES in kinds else ():
+        turn = _of_values(block)
+        if not block.linear[2]:
+            stay[turn.name] = _VALUES
         else:
-            options.append([_of_values(block)])
+            options.append([turn])
+            scales[turn] = of_values(block, "head")
     gains: list[str] = []
     if STREAM in kinds:
         spaces = _Spaces(model, record(model, example), parameters)
@@ -152,6 +155,11 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
     trial.least = min(_ROUNDINGS * eps, _MOST)
     if options and trial.why_not:
         return Turns((), parameters, stay | {each[0].name: trial.why_not for each in options})
+    scaled = [each for each in options if each[0] in scales]  # a clip that the run does not reach shows at large scales
+    held = confirmed(OfBlocks(model, example, parameters), [[scales[turn]] for turn, *_ in scaled])
+    for each in [each for each, scale in zip(scaled, held, strict=True) if scale is None]:
+        options.remove(each)
+        stay[each[0].name] = _VALUES
     tried = confirmed(trial, options)
     stay.update({o[0].name: "the outputs change if it turns" for o, t in zip(options, tried, strict=True) if t is None})
     return Turns(tuple(each for each in tried if each is not None), parameters, stay, eps)
