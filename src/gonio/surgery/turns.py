@@ -362,8 +362,12 @@ class _Spaces:
             for path, norm in space.norms.items()
             if any(bool((self.parameters[g] != self.parameters[g].flatten()[0]).any()) for g in norm.gains)
         ]
+        do = "gonio.fold_(model, gains=True) merges gains that layers alone read"
+        tables = {name for name, _ in self.run.tables}
+        if uneven and (tied := self._reader(uneven, tables)):
+            why = f"{tied}, which reads it, is a table of embeddings, too"
+            return f"{_NORM} ({listing(uneven)}), and {why}; give the head a weight of its own, and {do}"
         if uneven:
-            do = "gonio.fold_(model, gains=True) merges gains that layers alone read"
             return f"{_NORM} ({listing(uneven)}); {do}"
         mine = {id(self.parameters[slot.tensor]) for slot in space.slots}
         known = {slot.tensor.rpartition(".")[0] for slot in space.slots} | set(self.run.began)
@@ -372,6 +376,15 @@ class _Spaces:
             return f"{listing(other)} did not run, and shares a tensor of it"
         idle = not_run(self.run, self.parameters, space.size, ())
         return f"{listing(idle)} had no part in the run, and may belong to it" if idle else ""
+
+    def _reader(self, norms: Collection[str], tensors: Collection[str]) -> str:
+        """The first of the tensors with which a layer reads the results of all of these norms; empty for none."""
+        outs = [normed.out for normed in self.run.gained if normed.path in norms]
+        for call in [call for call in self.run.calls if call.tensor in tensors and call.x.requires_grad]:
+            found = torch.autograd.grad(call.x, outs, _noise(call.x), retain_graph=True, allow_unused=True)
+            if all(g is not None and bool((g != 0).any()) for g in found):
+                return call.tensor
+        return ""
 
 
 def _noise(x: Tensor) -> Tensor:
