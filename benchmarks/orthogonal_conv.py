@@ -28,7 +28,7 @@ from gonio.geometry.conv_operator import frequencies, polyphase_grid, taps_of
 
 RESULT = path_of("orthogonal_conv")
 DEPTH, STEPS = 3, 5  # layers of a chain; training steps before orthogonality is measured
-RATE = 1e-3  # of SGD: at 0.01 the iterations of Orthogonium no longer converge for 512 channels, and σ is off by 1
+RATE = 1e-3  # of SGD: at 0.05 the iterations of Orthogonium no longer converge for 256 channels, and σ is off by 1
 
 
 @dataclass(frozen=True)
