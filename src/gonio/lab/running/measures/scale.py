@@ -91,7 +91,7 @@ def int4_bits(run: FinishedRun, *, axes: str = "own", turn: bool = False, bits: 
     if axes == "principal":
         along_principal_axes_(model, example)
     if turn:
-        rotate_(model, ("stream",), example=example, seed=run.seed)
+        rotate_(model, ["stream"], example=example, seed=run.seed)
     found = equivalent(before, model, example=example)
     if found.relative > _SAME:
         raise NotApplicableError(
