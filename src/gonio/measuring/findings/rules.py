@@ -24,7 +24,7 @@ from gonio.geometry.duplicates import NEAR
 from gonio.measuring.exports import are, counted
 from gonio.measuring.figures.structure import ModelFacts
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
-from gonio.measuring.findings.prescriptions import prescriptions, success_rate
+from gonio.measuring.findings.remedies import Prescription, success_rate
 from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
 from gonio.messages import Message, fixed, joined, local, say
@@ -65,15 +65,22 @@ class RuleText:
         chance: the value for random weights.
         exact: why the rule has no false alarms, for one that reads facts instead of judging a figure; the rate of
             the others is measured.
+        treatment: the names of the remedies in the order in which they are tried, or why there are none.
     """
 
     level: str
     title: str
     means: str
     do: str
+    treatment: str | Sequence[str]
     source: str
     chance: str = ""
     exact: str = ""
+
+    @property
+    def prescription(self) -> Prescription:
+        """What `gonio.doctor` does about a finding."""
+        return Prescription.of(self.treatment)
 
 
 @cache
@@ -82,7 +89,7 @@ def rule_texts() -> Mapping[str, RuleText]:
     import yaml  # only a finding or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
-    plainly = ("level", "source")  # a name that code compares, and a reference
+    plainly = ("level", "treatment", "source")  # names that code compares, and a reference
     return {
         code: RuleText(**{name: said if name in plainly else fixed(said) for name, said in text.items()})
         for code, text in yaml.safe_load(content).items()
@@ -223,7 +230,8 @@ def explain(code: str | Finding) -> str:
         raise UnknownNameError("rule", name, RULES)
     text = rule.text
     alarms = say("none by construction: {why}", why=text.exact) if text.exact else _rate(rule.code)
-    treated = joined([prescriptions()[rule.code].said, *success_rate(rule.code)], " ")
+    prescription = text.prescription
+    treated = joined([prescription.said, *(success_rate(rule.code) if prescription.remedies else ())], " ")
     lines = [
         say("{code} ({level}): {title}", code=rule.code, level=fixed(text.level), title=text.title),
         "",
