@@ -45,11 +45,6 @@ class Operation:
     scale: Tensor = field(default_factory=lambda: torch.ones(()))
     shift: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    @property
-    def is_affine(self) -> bool:
-        """Whether it scales and shifts each channel by numbers of its own."""
-        return self.norm is not None
-
 
 @dataclass(frozen=True, eq=False)
 class Reading:
