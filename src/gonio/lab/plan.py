@@ -44,7 +44,7 @@ class TrainingConfig:
     Attributes:
         batch_size: examples per step of the optimizer.
         lr: peak learning rate; with `muon` that of matrices.
-        optimizer: `sgd` (Nesterov momentum), `adamw` or `muon` (:class:`gonio.optim.Muon`).
+        optimizer: a name of :mod:`gonio.optim.named`: `sgd` has Nesterov momentum, `muon` is :class:`gonio.optim.Muon`.
         momentum: of `sgd` and `muon`.
         schedule: of the learning rate, step by step: `cosine` (a half cosine to 0), `constant`, `step` (a tenth of it
             after half of the steps, a hundredth after three quarters) or `one-cycle` (up along a half cosine from a

@@ -47,7 +47,7 @@ SHORTEST = {torch.float64: 1e-60, torch.float32: 1e-9, torch.bfloat16: 1e-9, tor
 
 @dataclass(frozen=True)
 class Magnitude(ABC):
-    """A magnitude function of the input's norm; how to add one: `docs/howto/decoupled.md`.
+    """A magnitude function of the input's norm; how to add one: `docs/extending/magnitude.md`.
 
     Every field that is annotated `float` is a coefficient: `slope` and `value` take it as a keyword argument, as a
     number or as a tensor that broadcasts against the norms. A coefficient with a field `learn_NAME: bool` can be a

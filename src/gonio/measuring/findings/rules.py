@@ -65,6 +65,7 @@ class RuleText:
         chance: the value for random weights.
         exact: why the rule has no false alarms, for one that reads facts instead of judging a figure; the rate of
             the others is measured.
+        calibrated: whether the rate of false alarms was measured.
         treatment: the names of the remedies in the order in which they are tried, or why there are none.
     """
 
@@ -76,6 +77,7 @@ class RuleText:
     source: str
     chance: str = ""
     exact: str = ""
+    calibrated: bool = True
 
     @property
     def prescription(self) -> Prescription:
@@ -89,7 +91,7 @@ def rule_texts() -> Mapping[str, RuleText]:
     import yaml  # only a finding or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
-    plainly = ("level", "treatment", "source")  # names that code compares, and a reference
+    plainly = ("level", "calibrated", "treatment", "source")  # what code reads, and a reference
     return {
         code: RuleText(**{name: said if name in plainly else fixed(said) for name, said in text.items()})
         for code, text in yaml.safe_load(content).items()
@@ -259,7 +261,7 @@ def _rate(code: str) -> Message:
     if seen is not None:
         told = {"alarms": seen["alarms"], "cases": seen["cases"], "of": fixed(seen["of"]), "upper": 100 * seen["upper"]}
         return say("{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).", **told)
-    if code not in measured_rates()["random"]["rules"]:
+    if not rule_texts()[code].calibrated:
         return say("not measured; the threshold is a choice.")
     said = []
     named = {"random": say("randomly initialised models"), "trained": say("trained networks")}
