@@ -1,4 +1,4 @@
-"""Results as JSON-able data and in words."""
+"""Results as JSON-able data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from gonio.escaping import plain
-from gonio.messages import Message
 
 
 def json_data(value: Any) -> Any:
@@ -27,19 +26,3 @@ def json_data(value: Any) -> Any:
     if isinstance(value, dict):
         return {plain(key): json_data(item) for key, item in value.items()}
     return [json_data(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def counted(number: int, noun: str) -> Message:
-    """A number and its noun, which agree.
-
-    Example:
-        >>> from gonio.measuring.exports import counted
-        >>> counted(1, "layer"), counted(2_000, "layer")
-        ('1 layer', '2,000 layers')
-    """
-    return Message(f"{number:,} {noun}{'' if number == 1 else 's'}", f"{{n:,}} {noun}", {"n": number})
-
-
-def are(number: int) -> str:
-    """The verb of a number of things: `is` for 1."""
-    return "is" if number == 1 else "are"

@@ -20,7 +20,7 @@ from gonio.surgery.equivalent import generated_example
 from gonio.surgery.planned import planned
 from gonio.surgery.recording import Call, Part, Product, Recording, record
 
-_MASKED = -1e4  # logits below are those of pairs that a mask excludes
+MASKED = -1e4  # logits below are those of pairs that a mask excludes
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
 
 
@@ -276,7 +276,7 @@ class _Block:
         if self.product.passed:
             return False
         logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
-        return self._proportional(torch.where(logits > _MASKED, logits, torch.zeros_like(logits)), sources)
+        return self._proportional(torch.where(logits > MASKED, logits, torch.zeros_like(logits)), sources)
 
     def _proportional(self, x: Tensor, sources: list[_Sources]) -> bool:
         """Whether a tensor is proportional to what these rows give, biases included."""

@@ -11,12 +11,12 @@ import numpy as np
 
 from gonio.escaping import shorten
 from gonio.lab.judging.results import Results
-from gonio.lab.plan import BASELINE
 from gonio.lab.record import RunRecord
 from gonio.lab.showing.tables import Scale
 from gonio.pages.picture import svg
 from gonio.pages.pictures import Floats, Interval, angles, effects, intervals, learning_curves
 from gonio.pages.tables import TextTable, number
+from gonio.recipes import BASELINE
 
 _SHOWN_LAYERS = 16  # with 6 recipes about 25 kB each
 _EQUAL_TIME = (

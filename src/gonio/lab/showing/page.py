@@ -14,11 +14,11 @@ import yaml
 from gonio import pages
 from gonio.escaping import plain, write_text
 from gonio.lab.judging.results import Results
-from gonio.lab.plan import BASELINE
 from gonio.lab.showing import tables
 from gonio.lab.showing.figures import cost_chart, curves, forest, layer_pictures, layers
 from gonio.lab.showing.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning, verdicts
 from gonio.pages.pictures import colors as colors_of
+from gonio.recipes import BASELINE
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -21,7 +21,7 @@ from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
-from gonio.measuring.exports import counted, json_data
+from gonio.measuring.exports import json_data
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
 from gonio.measuring.findings.verdicts import verdict
@@ -31,7 +31,7 @@ from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
-from gonio.messages import Message, joined, local, say
+from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 
 _HEADS = 8  # that a terminal shows

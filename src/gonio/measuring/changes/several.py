@@ -20,13 +20,13 @@ from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress, Spread
-from gonio.measuring.exports import counted, json_data
+from gonio.measuring.exports import json_data
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
-from gonio.messages import Message, joined, local, say
+from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 
 BLOCK = 1 << 20  # entries of each change in float64 at once
