@@ -12,8 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gonio.escaping import markdown_cell, plain, shorten
-from gonio.measuring.exports import json_data
+from gonio.escaping import json_data, markdown_cell, plain, shorten
 from gonio.measuring.figures.heads import ROLES, HeadMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale

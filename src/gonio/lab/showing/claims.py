@@ -19,7 +19,7 @@ from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, wr
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import points
-from gonio.lab.running.filter_summary import ANGLE_EDGES
+from gonio.lab.record import ANGLE_EDGES
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
 from gonio.messages import counted, fixed, joined, local, say, tag

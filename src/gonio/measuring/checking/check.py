@@ -16,11 +16,10 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
-from gonio.escaping import html_table, plain, redact
+from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
 from gonio.measuring.checking.rules import checked, with_siblings
 from gonio.measuring.checking.scan import TensorCheck, scan_all
-from gonio.measuring.exports import json_data
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.entry import INTEGERS, dtype_named
 from gonio.measuring.reading.source import name_of, small_json
