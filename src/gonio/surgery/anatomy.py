@@ -147,11 +147,11 @@ def _noise(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator(0, "anatomy")).to(like)
 
 
-def _gradients(x: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> list[Tensor | None]:
+def _gradients(x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of a random sum of the entries."""
     if not x.requires_grad or not inputs:
         return [None] * len(inputs)
-    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, create_graph=graph, allow_unused=True)
+    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, allow_unused=True)
     return list(found)
 
 
