@@ -91,10 +91,10 @@ def rule_texts() -> Mapping[str, RuleText]:
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
     plainly = ("level", "calibrated", "treatment", "source")  # what code reads, and a reference
-    return {
-        code: RuleText(**{name: said if name in plainly else fixed(said) for name, said in text.items()})
-        for code, text in yaml.safe_load(content).items()
-    }
+    texts: dict[str, dict[str, Any]] = yaml.safe_load(content)
+    for text in texts.values():
+        text.update({name: fixed(said) for name, said in text.items() if name not in plainly})
+    return {code: RuleText(**text) for code, text in texts.items()}
 
 
 Check = Callable[[Subject], str | None]
