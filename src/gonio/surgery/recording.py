@@ -200,7 +200,9 @@ class Recorder(Products):
 
     def _located(self, tensor: Any) -> tuple[str, int, int | None, bool] | None:
         """Of a parameter or a view of one: its name, the first row, the expert, and whether it is transposed."""
-        if not isinstance(tensor, Tensor) or tensor.ndim < 2 or not tensor.numel() or tensor.layout is not torch.strided:
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return None
+        if tensor.ndim < 2 or not tensor.numel():
             return None
         name, own = self._stored.get(tensor.untyped_storage().data_ptr(), ("", tensor))
         if not name or own.ndim < 2:
