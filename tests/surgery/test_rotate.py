@@ -18,7 +18,8 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry import quantization_error
 from gonio.surgery import rotate, rotate_
 from gonio.surgery.rotate import hadamard
-from gonio.surgery.turns import STREAM, Slot, Turn, Turns, random_turn
+from gonio.surgery.symmetries import Confirmed
+from gonio.surgery.turns import STREAM, Slot, Turn, random_turn
 
 IDS = torch.arange(12).reshape(2, 6) % 7
 
@@ -305,7 +306,7 @@ def test_other_arguments_are_refused() -> None:
 def test_a_wrong_turn_is_undone_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Lm()
     slots = ((Slot("up.weight", 0, tuple(range(12))), Slot("down.weight", 1, tuple(range(12)))),)
-    wrong = Turns((Turn(STREAM, "the stream", 12, slots),), dict(model.named_parameters()), {})
+    wrong = Confirmed((Turn(STREAM, "the stream", 12, slots),), dict(model.named_parameters()), {})
     monkeypatch.setattr(rotate, "turns_of", lambda *args: wrong)
     old = copy.deepcopy(model)
     with pytest.raises(NotApplicableError, match=r"rotate_: cannot turn .*the outputs changed: largest dev"):

@@ -260,6 +260,16 @@ def _held(trial: TwinTrial[Change], changes: list[Change]) -> list[Change | None
     return [*_held(trial, changes[:half]), *_held(trial, changes[half:])] if half else [None]
 
 
+@dataclass(frozen=True)
+class Confirmed(Generic[Change]):
+    """The changes that were confirmed, the parameters of the model by name, and by name why other changes cannot be."""
+
+    able: tuple[Change, ...]
+    parameters: Mapping[str, nn.Parameter]
+    stay: Mapping[str, str]
+    eps: float = 0.0  # the largest rounding of the types in which the model computes
+
+
 class TwinTrial(ABC, Generic[Change]):
     """Runs of a model with other values of its parameters, which the model keeps.
 

@@ -18,7 +18,7 @@ from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.gains import not_run
 from gonio.surgery.recording import Call, Normed, Part, Recording, record
-from gonio.surgery.symmetries import OfBlocks, Symmetry, TwinTrial, confirmed, of_values
+from gonio.surgery.symmetries import Confirmed, OfBlocks, Symmetry, TwinTrial, confirmed, of_values
 
 VALUES, STREAM = "values", "stream"
 _ROUNDINGS = 1000  # times the rounding of the types of a model, by which outputs in a trial may differ
@@ -110,17 +110,7 @@ class _OfTurns(TwinTrial[Turn]):
         return self.stays(values, training=False)
 
 
-@dataclass(frozen=True)
-class Turns:
-    """The turns that were confirmed, the parameters of the model by name, and why others stay, by their names."""
-
-    able: tuple[Turn, ...]
-    parameters: Mapping[str, nn.Parameter]
-    stay: Mapping[str, str]
-    eps: float = 0.0  # the largest rounding of the types in which the model computes
-
-
-def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
+def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirmed[Turn]:
     """Find the turns of the heads' values and of the spaces that norms read, and confirm them by running.
 
     Values are those of :func:`gonio.surgery.anatomy`. A space consists of the outputs of layers, tables and parameters
@@ -154,7 +144,7 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
     eps = trial.coarsest()
     trial.least = min(_ROUNDINGS * eps, _MOST)
     if options and trial.why_not:
-        return Turns((), parameters, stay | {each[0].name: trial.why_not for each in options})
+        return Confirmed((), parameters, stay | {each[0].name: trial.why_not for each in options})
     scaled = [each for each in options if each[0] in scales]  # a clip that the run does not reach shows at large scales
     held = confirmed(OfBlocks(model, example, parameters), [[scales[turn]] for turn, *_ in scaled])
     for each in [each for each, scale in zip(scaled, held, strict=True) if scale is None]:
@@ -162,7 +152,7 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
         stay[each[0].name] = _VALUES
     tried = confirmed(trial, options)
     stay.update({o[0].name: "the outputs change if it turns" for o, t in zip(options, tried, strict=True) if t is None})
-    return Turns(tuple(each for each in tried if each is not None), parameters, stay, eps)
+    return Confirmed(tuple(each for each in tried if each is not None), parameters, stay, eps)
 
 
 def _of_values(block: Attention) -> Turn:
