@@ -20,6 +20,7 @@ from gonio.surgery import rotate, rotate_
 from gonio.surgery.rotate import hadamard
 from gonio.surgery.symmetries import Confirmed
 from gonio.surgery.turns import STREAM, Slot, Turn, random_turn
+from surgery.net import Net, between_channels
 
 IDS = torch.arange(12).reshape(2, 6) % 7
 
@@ -269,6 +270,18 @@ def test_values_that_are_clipped_stay_though_the_run_does_not_reach_the_clip() -
     why = "the values of the model stay: the next layer reads what is not proportional to the values"
     with pytest.raises(NotApplicableError, match=why):
         rotate_(model, ("values",), example=IDS)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_a_small_effect_is_no_rounding_of_a_part_that_computes_in_float32(size: float) -> None:
+    """Attention between channels mixes values; a norm in float32 makes outputs that are rounded more coarsely."""
+    mixed = Net(
+        lambda m, x: x.float().double() + size * between_channels(m, F.layer_norm(x.float(), (8,)).double()),
+        qkv=nn.Linear(8, 24),
+        proj=nn.Linear(8, 8),
+    ).double()
+    with pytest.raises(NotApplicableError, match=r"the values of the model stay: the outputs change if it turns"):
+        rotate_(mixed, ("values",), example=seeded(2, 6, 8, dtype=torch.float64))
 
 
 def test_parametrized_weights_stay() -> None:

@@ -327,6 +327,14 @@ class TwinTrial(ABC, Generic[Change]):
             return _same(before, after, self.least)
         return False
 
+    def moved(self, values: Mapping[str, Tensor]) -> float:
+        """The relative deviation of the outputs with these values; infinite where the model does not take them."""
+        before = self._unchanged(training=False)
+        with suppress(Exception):  # as in `stays`
+            if before is not None:
+                return deviation(before, self._run(values, training=False)).relative
+        return math.inf
+
     def _unchanged(self, *, training: bool) -> list[Tensor] | None:
         """The outputs of the model as it is; None if it does not run, or if they are not the same in two runs."""
         if training not in self._before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from gonio.surgery.symmetries import Confirmed, OfBlocks, Symmetry, TwinTrial, c
 VALUES, STREAM = "values", "stream"
 _ROUNDINGS = 1000  # times the rounding of the types of a model, by which outputs in a trial may differ
 _MOST = 0.05
+_SHARE = 0.1  # of what a turn of one side alone does, below which a deviation is rounding
 _EQUAL = 0.02  # relative; of sums in any dtype
 _VALUES = "the next layer reads what is not proportional to the values"
 _NORM = "it passes a norm whose gain is not one number"
@@ -98,8 +99,25 @@ def keeping_mean(free: Tensor) -> Tensor:
 
 
 class _OfTurns(TwinTrial[Turn]):
+    """Runs with random turns.
+
+    Attributes:
+        coarse: the relative deviation that is rounding if the model computes in coarser types than its outputs have.
+    """
+
+    coarse = 0.0
+
     def holds(self, changes: Sequence[Turn]) -> bool:
         """Whether the outputs in evaluation mode stay with random turns."""
+        if self.stays(self._turned(changes), training=False):
+            return True
+        if len(changes) > 1:
+            return False
+        moved = self.moved(self._turned(changes))
+        alone = [replace(each, slots=tuple(slots[:1] for slots in each.slots)) for each in changes]
+        return moved <= min(self.coarse, _SHARE * self.moved(self._turned(alone)))
+
+    def _turned(self, changes: Sequence[Turn]) -> dict[str, Tensor]:
         random = generator(0, "turns")
         values: dict[str, Tensor] = {}
         for each in changes:
@@ -107,7 +125,7 @@ class _OfTurns(TwinTrial[Turn]):
             for name in each.tensors:
                 new = each.turned(name, values.get(name, self.value(name)), matrices)
                 values[name] = new.to(self.value(name).dtype)
-        return self.stays(values, training=False)
+        return values
 
 
 def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirmed[Turn]:
@@ -142,7 +160,7 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirme
     for name in gains:
         trial.start.pop(name, None)
     eps = trial.coarsest()
-    trial.least = min(_ROUNDINGS * eps, _MOST)
+    trial.coarse = min(_ROUNDINGS * eps, _MOST)
     if options and trial.why_not:
         return Confirmed((), parameters, stay | {each[0].name: trial.why_not for each in options})
     scaled = [each for each in options if each[0] in scales]  # a clip that the run does not reach shows at large scales
