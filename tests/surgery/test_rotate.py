@@ -18,7 +18,9 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry import quantization_error
 from gonio.surgery import rotate, rotate_
 from gonio.surgery.rotate import hadamard
-from gonio.surgery.turns import STREAM, Slot, Turn, Turns, random_turn
+from gonio.surgery.symmetries import Confirmed
+from gonio.surgery.turns import STREAM, Slot, Turn, random_turn
+from surgery.net import Net, between_channels
 
 IDS = torch.arange(12).reshape(2, 6) % 7
 
@@ -270,6 +272,18 @@ def test_values_that_are_clipped_stay_though_the_run_does_not_reach_the_clip() -
         rotate_(model, ("values",), example=IDS)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_a_small_effect_is_no_rounding_of_a_part_that_computes_in_float32(size: float) -> None:
+    """Attention between channels mixes values; a norm in float32 makes outputs that are rounded more coarsely."""
+    mixed = Net(
+        lambda m, x: x.float().double() + size * between_channels(m, F.layer_norm(x.float(), (8,)).double()),
+        qkv=nn.Linear(8, 24),
+        proj=nn.Linear(8, 8),
+    ).double()
+    with pytest.raises(NotApplicableError, match=r"the values of the model stay: the outputs change if it turns"):
+        rotate_(mixed, ("values",), example=seeded(2, 6, 8, dtype=torch.float64))
+
+
 def test_parametrized_weights_stay() -> None:
     model = Lm()
     gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="up")
@@ -305,7 +319,7 @@ def test_other_arguments_are_refused() -> None:
 def test_a_wrong_turn_is_undone_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Lm()
     slots = ((Slot("up.weight", 0, tuple(range(12))), Slot("down.weight", 1, tuple(range(12)))),)
-    wrong = Turns((Turn(STREAM, "the stream", 12, slots),), dict(model.named_parameters()), {})
+    wrong = Confirmed((Turn(STREAM, "the stream", 12, slots),), dict(model.named_parameters()), {})
     monkeypatch.setattr(rotate, "turns_of", lambda *args: wrong)
     old = copy.deepcopy(model)
     with pytest.raises(NotApplicableError, match=r"rotate_: cannot turn .*the outputs changed: largest dev"):

@@ -21,7 +21,7 @@ from gonio.surgery.planned import planned
 from gonio.surgery.products import LAYERS
 from gonio.surgery.recording import Call, Part, Product, Recording, record
 
-_MASKED = -1e4  # logits below are those of pairs that a mask excludes
+MASKED = -1e4  # logits below are those of pairs that a mask excludes
 _SAMPLED = 16  # entries of a query that are looked at where they are not as many as the rows of a head
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
 
@@ -153,11 +153,11 @@ def _noise(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator(0, "anatomy")).to(like)
 
 
-def _gradients(x: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> list[Tensor | None]:
+def _gradients(x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of a random sum of the entries."""
     if not x.requires_grad or not inputs:
         return [None] * len(inputs)
-    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, create_graph=graph, allow_unused=True)
+    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, allow_unused=True)
     return list(found)
 
 
@@ -284,7 +284,7 @@ class _Block:
         if self.product.passed:
             return False
         logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
-        return self._proportional(torch.where(logits > _MASKED, logits, torch.zeros_like(logits)), sources)
+        return self._proportional(torch.where(logits > MASKED, logits, torch.zeros_like(logits)), sources)
 
     def _proportional(self, x: Tensor, sources: list[_Sources]) -> bool:
         """Whether a tensor is proportional to what these rows give, biases included."""

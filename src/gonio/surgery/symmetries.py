@@ -260,6 +260,16 @@ def _held(trial: TwinTrial[Change], changes: list[Change]) -> list[Change | None
     return [*_held(trial, changes[:half]), *_held(trial, changes[half:])] if half else [None]
 
 
+@dataclass(frozen=True)
+class Confirmed(Generic[Change]):
+    """The changes that were confirmed, the parameters of the model by name, and by name why other changes cannot be."""
+
+    able: tuple[Change, ...]
+    parameters: Mapping[str, nn.Parameter]
+    stay: Mapping[str, str]
+    eps: float = 0.0  # the largest rounding of the types in which the model computes
+
+
 class TwinTrial(ABC, Generic[Change]):
     """Runs of a model with other values of its parameters, which the model keeps.
 
@@ -316,6 +326,14 @@ class TwinTrial(ABC, Generic[Change]):
             after = self._run(values, training=training)
             return _same(before, after, self.least)
         return False
+
+    def moved(self, values: Mapping[str, Tensor]) -> float:
+        """The relative deviation of the outputs with these values; infinite where the model does not take them."""
+        before = self._unchanged(training=False)
+        with suppress(Exception):  # as in `stays`
+            if before is not None:
+                return deviation(before, self._run(values, training=False)).relative
+        return math.inf
 
     def _unchanged(self, *, training: bool) -> list[Tensor] | None:
         """The outputs of the model as it is; None if it does not run, or if they are not the same in two runs."""

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gonio.errors import GonioError, InvalidArgumentError
-from gonio.lab.plan import BASELINE
 from gonio.lab.running.cost import peak_bytes, silent_stderr, time_blocks
 from gonio.optim.named import OPTIMIZERS
-from gonio.recipes import Recipe
+from gonio.recipes import BASELINE, Recipe
 from gonio.surgery.equivalent import call, misfit
 
 AGAIN = "the same again"
