@@ -29,7 +29,7 @@ from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estim
 from gonio.geometry.views import PLAIN
 from gonio.measuring.exports import are, counted
 from gonio.measuring.reading.entry import MAYBE_PADDING, TensorEntry, are_sinusoids, numbers_of, why_no_filters
-from gonio.messages import say
+from gonio.messages import fixed, say
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def figure(*shown: Any, tracked: bool = False, **options: Any) -> Any:
 
 def rounding(title: str, scales: str) -> Any:
     """The field of an error of rounding, which is measured on request."""
-    what = f"‖Ŵ − W‖/‖W‖ after rounding to integers of {scales}"
+    what = say("‖Ŵ − W‖/‖W‖ after rounding to integers of {scales}", scales=fixed(scales))
     return figure(title, what, 8, "{:.2%}" if title.startswith("int8") else "{:.1%}", requested=True)
 
 
