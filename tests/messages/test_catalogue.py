@@ -62,11 +62,8 @@ GLOSSARY = SOURCE.parents[1] / "docs" / "zh" / "glossary.md"
 def glossary() -> list[tuple[list[str], list[str]]]:
     """The Chinese and the English terms of each row."""
     lines = [line for line in GLOSSARY.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    rows = [line.split("|")[1:3] for line in lines]
-    return [
-        ([word.strip() for word in chinese.split("、")], [word.strip() for word in re.sub("（.*", "", english).split(",")])
-        for chinese, english in rows
-    ]
+    rows = [[cell.strip() for cell in re.sub("（[^|]*", "", line).split("|")[1:3]] for line in lines]
+    return [(chinese.split("、"), english.split(", ")) for chinese, english in rows]
 
 
 def test_a_term_is_that_of_the_glossary() -> None:

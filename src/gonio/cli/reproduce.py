@@ -180,8 +180,10 @@ def _run(
 
 def _check_complete(found: ClaimResults) -> None:
     """Exit with 4 if runs failed or are missing."""
-    failed = sum(one.failed for one in found.results)
-    if failed:
-        print_err(say("{failed} runs failed; rerun the same command to try them again", failed=failed))
+    failed, refused = sum(one.failed for one in found.results), sum(one.refused for one in found.results)
+    if failed > refused:
+        print_err(say("{failed} runs failed; rerun the same command to try them again", failed=failed - refused))
+    if refused:
+        print_err(say("runs that were refused, as they would be again: {refused}", refused=refused))
     if failed or any(one.missing for one in found.results):
         raise typer.Exit(ExitCode.PARTIAL)

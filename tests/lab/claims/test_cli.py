@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
 from cli.shell import invoke, shell
-from gonio.cli.reproduce import _too_few
-from gonio.lab.claims import claim_names, families, load_claim
+from gonio.cli.reproduce import _check_complete, _too_few
+from gonio.lab.claims import ClaimResults, claim_names, families, load_claim
+from gonio.lab.claims.result import not_tried
+from gonio.lab.record import RunRecord
 
 CLAIM = """
 name: tiny
@@ -112,6 +116,37 @@ def test_a_second_call_keeps_the_claims_of_the_first_on_the_page(claim: str, tmp
     page = (tmp_path / "out" / "claims.html").read_text(encoding="utf-8")
     assert 'id="tiny"' in page
     assert 'id="second"' in page
+
+
+@pytest.mark.parametrize(
+    ("failed", "refused", "said"),
+    [
+        (3, 0, "3 runs failed; rerun the same command to try them again\n"),
+        (3, 3, "runs that were refused, as they would be again: 3\n"),
+        (3, 1, "2 runs failed; rerun the same command to try them again\n"
+         "runs that were refused, as they would be again: 1\n"),
+    ],
+)  # fmt: skip
+def test_only_what_could_succeed_is_to_be_tried_again(
+    failed: int, refused: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = replace(not_tried(load_claim("bn-imagenet"), ""), failed=failed, refused=refused)
+    with pytest.raises(typer.Exit, match="4"):
+        _check_complete(ClaimResults((one,), {}, ""))
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "refused"),
+    [
+        ("failed", "NotApplicableError: no layer fits (swap.py:3)", True),
+        ("failed", "RuntimeError: out of memory (own.py:7)", False),
+        ("failed", None, False),
+        ("diverged", "NotApplicableError: x", False),
+    ],
+)
+def test_a_run_that_gonio_refuses_is_told_from_one_that_fails(status: str, error: str | None, refused: bool) -> None:
+    assert RunRecord("a", 0, status, error=error).refused is refused  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
