@@ -53,8 +53,8 @@ def list_names(
 
 
 def rows_of(kind: Listed) -> list[tuple[str, ...]]:
-    """What is listed: names, each with a sentence, and of rules with their level."""
-    from gonio.lab.claims import load_claims
+    """What is listed: names, each with a sentence; of rules the level too, of claims the verdict here."""
+    from gonio.lab.claims import load_claims, recorded
     from gonio.lab.showing.claims import sentence_of
     from gonio.lab.tasks import BUILT_IN as TASKS
     from gonio.measuring.findings.rules import RULES
@@ -68,7 +68,7 @@ def rows_of(kind: Listed) -> list[tuple[str, ...]]:
         Listed.models: lambda: (*((name, _first(m.__doc__ or "")) for name, m in MODELS.items()), *_OTHER_MODELS),
         Listed.rules: lambda: ((code, rule.text.level, rule.text.title) for code, rule in sorted(RULES.items())),
         Listed.columns: lambda: ((column.title, column.explanation) for column in COLUMNS),
-        Listed.claims: lambda: ((claim.name, _first(sentence_of(claim))) for claim in load_claims()),
+        Listed.claims: lambda: ((c.name, recorded(c.name)[0], _first(sentence_of(c))) for c in load_claims()),
     }
     return list(rows[kind]())
 

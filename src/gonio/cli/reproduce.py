@@ -14,7 +14,8 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError
-from gonio.messages import say
+from gonio.escaping import aligned
+from gonio.messages import local, say
 
 if TYPE_CHECKING:
     from gonio.lab.claims import Claim, ClaimOptions, ClaimResults
@@ -89,11 +90,15 @@ def reproduce(
 
 
 def _list(claims: Sequence[Claim]) -> None:
-    """One line per claim: seed document, budget, scope, name and sentence."""
-    width = max(len(claim.name) for claim in claims)
-    for claim in claims:
-        budget = "not tried" if claim.budget == "none" else claim.budget
-        print_out(f"{claim.seed}  {budget:<9}  {claim.scope:<9}  {claim.name:<{width}}  {claim.claim}")
+    """One line per claim: seed document, budget, scope, name, the verdict in the committed runs, and sentence."""
+    from gonio.lab.claims import recorded
+    from gonio.lab.showing.claims import sentence_of
+
+    rows = [
+        (c.seed, "–" if c.budget == "none" else c.budget, c.scope, c.name, recorded(c.name)[0], sentence_of(c))
+        for c in claims
+    ]
+    print_out("\n".join(aligned([tuple(map(local, row)) for row in rows])))
 
 
 def _command(names: Sequence[str], chosen: ClaimOptions, output: Path) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from cli.shell import invoke, shell
 from gonio.cli.reproduce import _check_complete, _too_few
-from gonio.lab.claims import ClaimResults, claim_names, families, load_claim
+from gonio.lab.claims import ClaimResults, claim_names, families, load_claim, recorded
 from gonio.lab.claims.result import not_tried
 from gonio.lab.record import RunRecord
 
@@ -57,6 +57,14 @@ def test_every_claim_is_listed_and_explained() -> None:
     listed = invoke("reproduce", "--list").stdout
     assert all(name in listed for name in claim_names())
     assert invoke("list", "claims").stdout.count("\n") == len(claim_names())
+    page = (Path(__file__).parents[3] / "docs" / "claims" / "README.md").read_text(encoding="utf-8")
+    for name in ("orthogonality-spread", "bn-evens-directions"):
+        verdict, effect = recorded(name)
+        row = next(line for line in page.splitlines() if f"#{name})" in line)
+        assert f" {verdict} |" in row, "the lists give the verdict of the documentation"
+        assert re.search(rf"{name} +{verdict} ", listed)
+        assert re.search(rf"{name} +{verdict} ", invoke("list", "claims").stdout)
+        assert f"verdict here: {verdict}; {effect}\n" in invoke("explain", name).stdout
     text = invoke("explain", "gain-tanh").stdout
     assert "Saxe" in text
     assert "gonio reproduce gain-tanh" in text
