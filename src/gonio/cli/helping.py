@@ -27,7 +27,7 @@ _OF_TYPER = (  # its headings and its own options, for the catalogue
 )
 
 
-class LocalFormatter(_Formatter):  # type: ignore[misc]
+class LocalFormatter(_Formatter):
     """Click's formatter; in another language than English it looks each paragraph up, and wraps by width."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:

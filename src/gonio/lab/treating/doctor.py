@@ -206,8 +206,8 @@ class _Case:
     def _tried(self, remedy: Remedy, treats: list[Finding], scope: Mapping[str, Any]) -> TreatmentStep:
         """One attempt; what is not proved is undone."""
         options: dict[str, Any] = {**remedy.options, **scope}
-        said = {"verdict": fixed("not applied"), "proof": "", "cannot": fixed(remedy.cannot)}
-        step = TreatmentStep(remedy.verb, options, _codes(treats), **said)
+        cannot = fixed(remedy.cannot)
+        step = TreatmentStep(remedy.verb, options, _codes(treats), fixed("not applied"), "", cannot=cannot)
         exact = remedy.proof == "same function"
         if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
             return replace(step, proof=say("not provable without data: pass a task, or a batch with apply_unproven"))
@@ -285,7 +285,7 @@ def _reported(found: Measurements) -> Treatment:
         TreatmentStep(r.verb, dict(r.options), _codes(treats), fixed("not applied"), why, cannot=fixed(r.cannot))
         for r, treats in ordered
     ]
-    none = tuple((f, fixed(why)) for f in found.findings if (why := prescriptions()[f.code].none))
+    none = tuple((f, fixed(told)) for f in found.findings if (told := prescriptions()[f.code].none))
     return Treatment(found.source, found, found, tuple(steps), none)
 
 
