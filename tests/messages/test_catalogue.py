@@ -28,6 +28,23 @@ def test_no_text_lacks_a_translation() -> None:
     assert not missing, "\n".join(f"{place}: {text}" for text, place in missing.items())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Seed of the random numbers.",
+        "timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory; default: the task's own.",
+        "coher.",
+        "query",
+        "over time",
+        "untreated",
+        "quartiles",
+        "A Vae for images of 8 × 8.",
+    ],
+)
+def test_helps_titles_and_lists_are_held(text: str) -> None:
+    assert text in MARKED
+
+
 def test_no_translation_is_left_over() -> None:
     assert [text for text in CATALOGUE if text not in MARKED] == []
 
