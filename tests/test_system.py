@@ -101,6 +101,7 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.memory() is None
 
 
+@pytest.mark.slow
 def test_a_call_in_a_process_that_imports_anew(windows: dict[str, list[Any]]) -> None:
     assert system.start_method() == "spawn"
     assert call_apart(sorted, [3, 1, 2]) == [1, 2, 3]

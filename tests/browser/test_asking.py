@@ -180,7 +180,8 @@ def test_a_curve_has_its_values_under_the_pointer(visit: Visit) -> None:
     assert re.fullmatch(r"epoch 1\d · baseline 9\d\.\d+ · orthogonal-init 9\d\.\d+", said)
 
 
-@pytest.mark.parametrize("action", ["sort", pytest.param("search", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["sort", "search"])
 def test_a_thousand_layers_stay_small_and_each_row_is_moved_once(action: str, visit: Visit, files: Any) -> None:
     assert files("large").stat().st_size <= 2_000_000
     page = visit("large")

@@ -197,6 +197,7 @@ def test_a_flipped_bit_in_a_torch_file(tmp_path: Path) -> None:
     assert found(path) == {("G711", "m.pt")}
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FILES)
 def test_a_hostile_file(name: str, tmp_path: Path) -> None:
     with suppress(GonioError, OSError):

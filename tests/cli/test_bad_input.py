@@ -248,6 +248,7 @@ def test_a_message_is_short_whatever_the_file_holds(folder: Path, monkeypatch: p
     assert (result.exit_code, result.stdout, len(result.stderr) < 20_000) == (3, "", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_closed_stream_is_no_defect(folder: Path, closed: int) -> None:
     words = [*COMMAND, "measure", str(folder / "fine.pt")]

@@ -63,12 +63,13 @@ def test_talk_goes_to_stderr_in_few_lines(finished) -> None:
     assert "\x1b" not in result.stderr + result.stdout
 
 
-def test_the_same_command_again_trains_nothing(finished) -> None:
+def test_the_same_command_again_trains_nothing(finished, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, first = finished
+    monkeypatch.chdir(folder)
     before = _rows(folder / "study")
     words = ["compare", "scale-shift", "orthogonal-init", "--task", "tiny.py:tiny", "--seeds", "2", "-o", "study"]
-    again = shell(*words, cwd=folder)
-    assert (again.returncode, again.stdout) == (0, first.stdout)
+    again = invoke(*words)
+    assert (again.exit_code, again.stdout) == (0, first.stdout)
     assert _rows(folder / "study") == before
 
 
@@ -195,6 +196,7 @@ def test_a_dry_run_shows_the_budget_of_tuning_and_attacks(folder: Path) -> None:
     assert "so 1 point if their standard deviation is at most" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_seeds_may_begin_elsewhere(folder: Path) -> None:
     words = ["orthogonal-init", "--task", "tiny.py:tiny", "--seeds", "2", "--first-seed", "40", "-o", "study"]
     assert invoke("compare", *words).exit_code == 0
@@ -229,9 +231,10 @@ def test_failed_runs_make_the_result_partial(folder: Path) -> None:
     assert status.stdout.startswith("baseline         x\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "message"),
-    [(signal.SIGINT, 130, "Ctrl-C"), pytest.param(signal.SIGTERM, 75, "interrupted", marks=pytest.mark.slow)],
+    [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 75, "interrupted")],
 )
 def test_an_interruption_has_its_code_and_can_be_resumed(
     folder: Path, number: signal.Signals, code: int, message: str

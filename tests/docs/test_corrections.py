@@ -269,6 +269,7 @@ def test_a_batch_norm_is_no_product_of_norms_and_cosine() -> None:
     assert not torch.allclose(norm(x[:8] @ weight.T), norm(x @ weight.T)[:8], atol=0.05)
 
 
+@pytest.mark.slow
 def test_training_from_scratch_ends_in_no_bad_optimum_here() -> None:
     """The decoupled network that starts from random weights reaches what the converted one does, within 2 points."""
     scores = []

@@ -109,7 +109,7 @@ def test_the_oldest_python_is_that_of_the_classifiers() -> None:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None or os.name == "nt", reason="the action's script needs bash")
-@pytest.mark.parametrize(("level", "code"), [("error", 1), ("never-seen", 2)])
+@pytest.mark.parametrize(("level", "code"), [pytest.param("error", 1, marks=pytest.mark.slow), ("never-seen", 2)])
 def test_the_action_fails_on_a_finding(level: str, code: int, tmp_path: Path) -> None:
     """Its script with the variables that the runner sets: exit code, summary and outputs."""
     model = nn.Linear(4, 4)

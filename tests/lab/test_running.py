@@ -161,6 +161,7 @@ def test_a_folder_that_is_moved_meanwhile_is_not_made_again(tmp_path: Path) -> N
     assert len(run(plan, tmp_path / "moved", jobs=1).runs()) == 6
 
 
+@pytest.mark.slow
 def test_killed_and_continued_equals_uninterrupted(reference: tuple[RunRecord, ...], tmp_path: Path) -> None:
     folder = Study.create(tmp_path / "study", plan_of()).path
     process = continue_study(folder)

@@ -56,6 +56,7 @@ SOURCES = {**MODELS, **{f"state dict: {name}": case for name, case in STATES.ite
 NEED_FLOAT8 = ("float8", "state dict: scales of another shape")
 
 
+@pytest.mark.grid(2)
 @pytest.mark.filterwarnings("ignore:.*lazy.*:UserWarning", "ignore:Sparse", "ignore:.*quantize_per_tensor")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=FLOAT8_ROWS) if name in NEED_FLOAT8 else name for name in SOURCES]
@@ -71,6 +72,7 @@ def test_a_hostile_model_or_state_dict(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", FILES)
 def test_a_hostile_file(name: str, tmp_path: Path) -> None:
     make, verdict = FILES[name]

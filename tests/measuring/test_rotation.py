@@ -133,7 +133,7 @@ def simulate(make: Make, steps: int = 3000, size: tuple[int, int] = (32, 32)) ->
     return math.sqrt(2 * seen / steps), math.sqrt(2 * predicted / steps)
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=TORCHS_MUON) if name.startswith("Muon") else name for name in SIMULATED]
 )

@@ -162,7 +162,7 @@ def by_variant(direction: Adam | Momentum, rate: float) -> Callable[[Tensor, Ten
     return step
 
 
-@pytest.mark.parametrize("name", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "adamw")])
 def test_plain_held_and_rotational_training_turn_alike(name: str) -> None:
     """The rotation per step that the settings predict, and the same memory of the direction, three ways."""
     lr = LR * (1 - MOMENTUM) if name == "sgd" else LR  # the memory of SGD is (1−α)/(ηλ)

@@ -45,6 +45,7 @@ def weight_and_layout(layer: Callable[[], nn.Module]) -> tuple[Tensor, Layout]:
     return seeded(*module.weight.shape, dtype=torch.float64), layout_of(module)
 
 
+@pytest.mark.grid(3)
 @OVER_LAYERS
 @OVER_WEIGHTS
 def test_value_is_finite_and_above_its_bound(regularizer: R.WeightRegularizer, layer: Callable[[], nn.Module]) -> None:
@@ -72,6 +73,7 @@ def test_stacked_blocks_are_separate_matrices(regularizer: R.WeightRegularizer) 
     torch.testing.assert_close(whole, sum(regularizer.value(block) for block in weight.chunk(3)))
 
 
+@pytest.mark.grid(3)
 @OVER_LAYERS
 @OVER_WEIGHTS
 def test_gradients_added_in_place_are_those_of_autograd(
@@ -141,7 +143,7 @@ SPECTRA = {
 }
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @OVER_WEIGHTS

@@ -91,6 +91,7 @@ def test_kills_lose_nothing(kind: str, tmp_path: Path) -> None:
         assert ended(plan, folder) == reference
 
 
+@pytest.mark.slow
 def test_a_lost_run_is_found(tmp_path: Path) -> None:
     """Negative control."""
     plan = make_script_plan([], script=f"{OWN}:noisy", seeds=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -525,3 +526,23 @@ def test_computed_weights_are_not_those_of_a_parameter() -> None:
 def test_a_model_without_an_example_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="no example input was found for the model"):
         anatomy(nn.Identity())
+
+
+def _between_channels(m: Any, x: Tensor) -> Tensor:
+    """Channels look at one another: a query has an entry for each position."""
+    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 4, 1)
+    return m.proj(F.scaled_dot_product_attention(q, k, v).flatten(1, 2).mT)
+
+
+def test_attention_between_channels_takes_no_gradient_for_each_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("gonio.surgery.anatomy")
+    calls, gradients = [], module._gradients
+    monkeypatch.setattr(module, "_gradients", lambda *args, **kwargs: calls.append(1) or gradients(*args, **kwargs))
+    counted = []
+    for positions in (100, 400):
+        calls.clear()
+        model = Net(_between_channels, qkv=nn.Linear(8, 24), proj=nn.Linear(8, 8))
+        (block,) = anatomy(model, example=seeded(1, positions, 8)).attention
+        assert (block.heads, block.rotary) == (2, "")
+        counted.append(len(calls))
+    assert max(counted) < 60

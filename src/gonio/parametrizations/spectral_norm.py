@@ -30,7 +30,8 @@ STALE_VERSION = -1  # of a weight to which the vectors do not belong
 # and so does `eval()`; every other read, such as a second forward of one step or the recomputation of a checkpointed
 # forward, finds them current. A weight that changes in evaluation mode, as that of an averaged copy, gets vectors that
 # are computed for it alone and are not stored. A compiler sees no versions: compiled, every forward in training mode
-# advances the vectors, as a part of the graph. Under FSDP 2 the version is that of the sharded Parameter.
+# advances the vectors, as a part of the graph. Under FSDP 2 the version is that of the sharded Parameter. Vectors that
+# others wrote, as `torch.distributed.checkpoint` does in place, are looked at first: they may belong to the weight.
 
 
 class SpectralNorm(Parametrization):
@@ -116,6 +117,7 @@ class SpectralNorm(Parametrization):
         self.view_impl: SpectralView | None = None
         self._adopted = False
         self._followed: int | None = None  # of the trained tensor when the vectors advanced; None: when it is next seen
+        self._written = STALE_VERSION  # of u, when it advanced: another one says that others wrote the vectors
         self._evaluated: tuple[int, Mapping[str, Tensor]] | None = None  # a version, and the vectors computed for it
 
     @torch.no_grad()
@@ -227,7 +229,7 @@ class SpectralNorm(Parametrization):
 
     def __getstate__(self) -> dict[str, Any]:
         version = None if self._is_current() else STALE_VERSION
-        return {**super().__getstate__(), "_followed": version, "_evaluated": None}
+        return {**super().__getstate__(), "_followed": version, "_written": STALE_VERSION, "_evaluated": None}
 
     @property
     def _bound(self) -> float:
@@ -244,9 +246,11 @@ class SpectralNorm(Parametrization):
 
     def set_extra_state(self, state: Tensor) -> None:
         super().set_extra_state(state)
-        keeps = describe(state).get("adopted", False) or self._belongs_to(self.trained)
-        self._followed = None if keeps else STALE_VERSION
-        self.track(self.trained)
+        raw, adopted = self.trained, describe(state).get("adopted", False)
+        unseen = raw is not None and is_sharded(raw)  # the next use sees whether the vectors belong to it
+        self._followed = None if adopted or (not unseen and self._belongs_to(raw)) else STALE_VERSION
+        self._written = STALE_VERSION
+        self.track(raw)
 
     def _is_current(self) -> bool:
         """Whether the vectors belong to the present values of the trained Parameter."""
@@ -284,6 +288,8 @@ class SpectralNorm(Parametrization):
             state["_followed"] = now
         if state["_followed"] == now:
             state["_evaluated"] = None
+        elif state["_written"] != _version(vectors) and self._belongs_to(whole(raw)):  # loaded with the weight
+            state.update(_followed=now, _evaluated=None, _written=_version(vectors))
         elif state["training"]:
             self.tick_(raw)
         elif state["_evaluated"] is None or state["_evaluated"][0] != now:
@@ -319,6 +325,8 @@ class SpectralNorm(Parametrization):
                 state = view.step(matrices, state)
         for name, value in self._stored().items():
             value.copy_(state[name])
+        if not torch.compiler.is_compiling():
+            self.__dict__["_written"] = _version(self.u)
 
     def _stored(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._buffers.items() if value is not None}

@@ -133,21 +133,23 @@ class FilterView(SpectralView):
             space = torch.linalg.qr(both.mT).Q.mT
             images = torch.bmm(space, a)
         images = _unit(images)
-        powers = [torch.bmm(images, images.mT)]
+        power = torch.bmm(images, images.mT)
+        powers = []
         for _ in range(POWERS):
-            eighth = torch.linalg.matrix_power(powers[-1], 8)
-            trace = eighth.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-            powers.append(eighth / trace.clamp_min(torch.finfo(trace.dtype).tiny))
-        best = powers[-1].diagonal(dim1=1, dim2=2).argmax(1)
-        top = powers[-1].gather(1, best[:, None, None].expand(-1, 1, powers[-1].shape[1]))
+            for _ in range(3):
+                power = torch.bmm(power, power)
+            # The largest entry is on the diagonal; with it as 1, the eighth power stays far from overflow.
+            power = power / power.amax((1, 2), keepdim=True).clamp_min(torch.finfo(power.dtype).tiny)
+            powers.append(power)
+        best = power.diagonal(dim1=1, dim2=2).argmax(1)
+        top = power.gather(1, best[:, None, None].expand(-1, 1, power.shape[1]))
         if space is not None:
             top = torch.bmm(top, space)
-            restart = torch.bmm(torch.linalg.qr(powers[1][:, :, :BLOCK]).Q.mT, space)
+            restart = torch.bmm(torch.linalg.qr(powers[0][:, :, :BLOCK]).Q.mT, space)
             zero = torch.linalg.vector_norm(images, dim=(1, 2), keepdim=True) == 0
             found["basis"] = torch.where(zero, state["basis"], restart)
-        v = _unit_or(torch.bmm(top, matrices) if wide else top, state["v"], (1, 2))
-        turned = (v * state["v"]).sum((1, 2), keepdim=True) < 0  # averages of vectors need one sign
-        found["v"] = torch.where(turned, -v, v)
+        v = torch.bmm(top, matrices) if wide else top
+        found["v"] = _unit_or(v, state["v"], (1, 2), (v * state["v"]).sum((1, 2), keepdim=True))
         found["u"] = _unit_or(torch.bmm(found["v"], matrices.mT), state["u"], (1, 2))
         return found
 
@@ -315,14 +317,18 @@ def _stride(layout: Layout, shape: torch.Size) -> tuple[int, ...]:
 
 def _unit(x: Tensor) -> Tensor:
     """Each matrix of a stack over its Frobenius norm; a zero matrix stays zero."""
-    size = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    return x / torch.where(size > least_norm(x.dtype), size, torch.inf)
+    return x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_min(least_norm(x.dtype))
 
 
-def _unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Unit vectors; the fallback for a zero vector, because a power iteration from zero stays at zero."""
+def _unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...], sign: Tensor | None = None) -> Tensor:
+    """Unit vectors with a sign, because averages of vectors need one.
+
+    The fallback for a zero vector, because a power iteration from zero stays at zero.
+    """
     norm = torch.linalg.vector_norm(vectors, dim=dims, keepdim=True)
-    return torch.where(norm > least_norm(vectors.dtype), vectors / norm, fallback)
+    return torch.where(
+        norm > least_norm(vectors.dtype), vectors / (norm if sign is None else norm.copysign(sign)), fallback
+    )
 
 
 def _random_vectors(shape: Sequence[int], like: Tensor) -> Tensor:

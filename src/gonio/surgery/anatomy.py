@@ -21,6 +21,7 @@ from gonio.surgery.planned import planned
 from gonio.surgery.recording import Call, Part, Product, Recording, record
 
 _MASKED = -1e4  # logits below are those of pairs that a mask excludes
+_SAMPLED = 16  # entries of a query that are looked at where they are not as many as the rows of a head
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
 
 
@@ -299,9 +300,11 @@ class _Block:
 
     def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
         """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
-        query = self._selected(self.query, {})
+        entries = self._selected(self.query, {})[-1]
+        if len(entries) != sum(map(len, sources.values())):  # positions, as between channels
+            entries = entries[:: -(-len(entries) // _SAMPLED)]
         kinds: set[int] = set()
-        for entry in query[-1]:
+        for entry in entries:
             found = [_channels(g, self.calls[n].channel)
                      for n, g in zip(sources, _gradients(entry, [self.calls[n].out for n in sources]), strict=True)
                      if g is not None]  # fmt: skip

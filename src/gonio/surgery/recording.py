@@ -159,7 +159,8 @@ class Recorder(Products):
         super().__init__()
         self.run = Recording(parameters=dict(model.named_parameters(remove_duplicate=False)))
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in model.named_parameters() if p.numel()}
+        strided = [(n, p) for n, p in model.named_parameters() if p.layout is torch.strided and p.numel()]
+        self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in strided}
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
         self._paused = False
 
@@ -199,7 +200,9 @@ class Recorder(Products):
 
     def _located(self, tensor: Any) -> tuple[str, int, int | None, bool] | None:
         """Of a parameter or a view of one: its name, the first row, the expert, and whether it is transposed."""
-        if not isinstance(tensor, Tensor) or tensor.ndim < 2 or not tensor.numel():
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return None
+        if tensor.ndim < 2 or not tensor.numel():
             return None
         name, own = self._stored.get(tensor.untyped_storage().data_ptr(), ("", tensor))
         if not name or own.ndim < 2:

@@ -279,7 +279,8 @@ class _Spaces:
         """Parameters that no layer has, such as positions that are added."""
         known = {slot.tensor for leaf in [*self._layers(), *self._tables()] for slot in leaf.slots}
         for name, p in self.parameters.items():
-            if name in self.run.used and name not in known and p.requires_grad and p.ndim:
+            direct = name in self.run.used and name not in known and p.requires_grad
+            if direct and p.ndim and p.layout is torch.strided:
                 yield _Leaf(p, -1, (self._whole(name, p.ndim - 1),))
 
     def _whole(self, tensor: str, dim: int) -> Slot:
@@ -319,6 +320,10 @@ class _Spaces:
         """Join what is only added up in a tensor, with the layer or norm that reads it; others stay as they are."""
         noise, size = _noise(x), x.shape[channel]
         sources = self._sources(x, noise)
+        if any(each.is_complex() for each in (x, *(leaf.out for leaf in sources))):
+            for leaf in sources:
+                self._space(leaf).why_not = f"{name} reads complex numbers"
+            return
         shown = torch.rand(size, generator=generator(3, "turns")).to(x.device) < 0.5
         masked = noise * shown.view([size if d == channel % x.ndim else 1 for d in range(x.ndim)]).to(noise)
         some = self._sources(x, masked)

@@ -23,15 +23,26 @@ CASES: list[Case] = [
 
 
 def write(path: Path) -> list[str]:
-    """The outcomes of all cases as JSON, one line each; gives the faults, with which nothing is written."""
-    rows, faults = [], []
-    for case in CASES:
-        found = outcomes(case)
-        faults += [f"{case.name}: {verb}: {said}" for verb, said in found.items() if said.startswith("fault")]
-        rows.append({"case": case.name, "origin": case.origin, "outcomes": found})
+    """The outcomes of all cases as JSON, one line each; gives the faults, with which nothing is written.
+
+    Cases without a fault lie beside it until all are there, so that a run which was stopped goes on.
+    """
+    part = path.with_suffix(".part")
+    lines = part.read_text(encoding="utf-8").splitlines() if part.exists() else []
+    rows, faults = {row["case"]: row for row in map(json.loads, lines)}, []
+    with part.open("a", encoding="utf-8") as file:
+        for case in CASES:
+            if case.name in rows:
+                continue
+            rows[case.name] = row = {"case": case.name, "origin": case.origin, "outcomes": outcomes(case)}
+            wrong = [f"{case.name}: {verb}: {said}" for verb, said in row["outcomes"].items() if said[:5] == "fault"]
+            faults += wrong
+            if not wrong:
+                print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
     if not faults:
-        lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-        path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        written = ",\n".join(json.dumps(rows[case.name], ensure_ascii=False) for case in CASES)
+        path.write_text(f"[\n{written}\n]\n", encoding="utf-8")
+        part.unlink()
     return faults
 
 
