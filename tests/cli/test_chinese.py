@@ -237,10 +237,18 @@ def test_settings_are_shown_in_chinese() -> None:
     assert "默认" in shown
 
 
-def test_a_dry_run_is_shown_in_chinese() -> None:
+def test_a_dry_run_is_shown_in_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("scipy")
-    words = ("compare", "switchable-norm", "--dry-run", "--seeds", "8", "--task", "digits", "--model", "digits-cnn")
-    shown = invoke(*words, "--lang", "zh").stdout
-    for sentence in ("任务 digits：", "基线和 1 个配方，各 8 个随机种子：16 次运行", "越大越好", "可能的最小 p"):
+    monkeypatch.setattr("gonio.lab.planning.dry_run._seconds", lambda plan, jobs: 60.0)
+    said = gonio.lab.dry_run(gonio.lab.make_plan(["switchable-norm"], seeds=8), jobs=1)
+    with gonio.language("zh"):
+        shown = local(said)
+    for sentence in (
+        "任务 digits：",
+        "基线和 1 个配方，各 8 个随机种子：16 次运行",
+        "越大越好",
+        "可能的最小 p",
+        "约 60 s",
+    ):
         assert sentence in shown
-    assert "未变：" in shown
+    assert not CHINESE.search(said)
