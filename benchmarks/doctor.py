@@ -27,12 +27,12 @@ from benchmarks.results import FOLDER
 from benchmarks.treated_networks import network, score
 from gonio.lab import Treatment
 from gonio.measuring import Finding
-from gonio.measuring.findings.prescriptions import prescriptions
+from gonio.measuring.findings.rules import rule_texts
 
 RESULT = FOLDER / "doctor.json"
 RATES = FOLDER.parents[1] / "src/gonio/measuring/findings/treatments.json"
 NEAR = 1.0  # points of accuracy
-REMEDIES = [remedy for each in prescriptions().values() for remedy in each.remedies]
+REMEDIES = [remedy for each in rule_texts().values() for remedy in each.prescription.remedies]
 EXACT = {remedy.verb for remedy in REMEDIES if remedy.proof == "same function"}
 FIRST_DAMAGED, FIRST_HEALTHY = 3003, 4004  # numbers that no rule was written with; multiples of the number of kinds
 OUTCOMES = ("restored", "retrained", "same score", "function kept", "in part", "not restored", "refused", "worse")

@@ -31,9 +31,9 @@ import gonio
 from benchmarks.results import path_of
 from gonio.errors import NoMatchError
 from gonio.geometry import fake_quantize
+from gonio.lab.running.measures.scale import along_principal_axes_
 from gonio.surgery.gains import gains_of
 from gonio.surgery.symmetries import Factors, block_symmetries
-from gonio.surgery.turns import STREAM, keeping_mean, turns_of
 
 RESULT = path_of("quantisation")
 WIDTH, LAYERS, HEADS, LENGTH, BATCH, STEPS, RATE = 128, 2, 4, 64, 16, 600, 3e-3
@@ -167,19 +167,10 @@ def large_channels(model: nn.Module, example: Any) -> None:
             old[name].copy_(value)
 
 
-@torch.no_grad()
 def principal_axes(model: nn.Module, example: Any) -> None:
     """Channels of the stream along the singular vectors of all that reads and writes it: few are large."""
     gonio.fold_(model, example=example, gains=True)
-    found = turns_of(model, example, (STREAM,))
-    for each in found.able:
-        slots = [slot for slot in each.slots[0] if found.parameters[slot.tensor].ndim > 1]
-        rows = torch.cat([found.parameters[s.tensor].double().movedim(s.dim, -1).flatten(0, -2) for s in slots])
-        free = keeping_mean(torch.eye(each.size - 1)) if each.keeps_mean else torch.eye(each.size).double()
-        axes = torch.linalg.svd((rows @ free)[:, int(each.keeps_mean) :], full_matrices=False)[2]
-        turn = keeping_mean(axes) if each.keeps_mean else axes
-        for name in each.tensors:
-            found.parameters[name].copy_(each.turned(name, found.parameters[name], [turn]))
+    along_principal_axes_(model, example)
 
 
 PLANTS: dict[str, tuple[Callable[[nn.Module, Any], None], ...]] = {

@@ -1,7 +1,7 @@
 """Escape text from files and other code for terminals, pages and tables.
 
 Recipe names, layer names and error messages come from outside. All output passes through :func:`plain`; HTML is
-escaped in addition by the template engine (autoescape), CSV, markdown and LaTeX by the functions below.
+escaped in addition by the template engine (autoescape), CSV, markdown, LaTeX and JSON by the functions below.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import csv
 import html
 import io
+import math
 import os
 import re
 import shutil
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -232,3 +234,22 @@ def write_text(content: str, path: str | os.PathLike[str]) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return Path(path)
+
+
+def json_data(value: Any) -> Any:
+    """Records as objects, plain text without control characters, None for a number that is not finite.
+
+    Example:
+        >>> from gonio.escaping import json_data
+        >>> json_data({"norms": (1.0, float("inf")), "name": "a"})
+        {'norms': [1.0, None], 'name': 'a'}
+    """
+    if is_dataclass(value):
+        return {field.name: json_data(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, dict):
+        return {plain(key): json_data(item) for key, item in value.items()}
+    return [json_data(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -121,6 +121,11 @@ def sharded_like(x: Tensor, reference: Any) -> Tensor:
     return distribute_tensor(values, reference.device_mesh, reference.placements)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """That of the model's first parameter."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def several_ranks(group: ProcessGroup | None = None) -> bool:
     """Whether a process group, by default the one of all processes, has been started with more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1

@@ -15,8 +15,8 @@ from gonio.lab import AttackConfig, Results, RunRecord, filter_summary
 from gonio.lab.judging.results import reach_of, robust_of, summarise
 from gonio.lab.plan import RecipeEntry
 from gonio.lab.planning.planner import make_plan
+from gonio.lab.record import ANGLE_EDGES, QUANTILES
 from gonio.lab.running.cost import _time_ratios, measure_costs, peak_bytes
-from gonio.lab.running.filter_summary import ANGLE_EDGES, QUANTILES
 from lab.plans import TINY, plan_of, runs_of
 
 BASE = [90.0, 91.0, 92.0, 93.0, 94.0, 95.0, 96.0, 97.0]

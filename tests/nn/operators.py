@@ -32,6 +32,11 @@ ANGULARS = (
 )  # fmt: skip
 
 
+def is_bounded(h: magnitude.Magnitude) -> bool:
+    """Whether |h| ≤ α for a long input too."""
+    return float(h(torch.tensor([1e6], dtype=torch.float64))) <= h.alpha
+
+
 def _operators() -> Iterator[dict[str, Any]]:
     for h in MAGNITUDES:
         for g in ANGULARS:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from catalog import decoupled as reference
 from gonio.errors import InvalidArgumentError
 from gonio.nn import angular
 from gonio.nn.angular import FLOOR, bounded_asin
-from references import decoupled as reference
 from tolerances import close, exact
 
 ODD = (angular.Cosine(), angular.Linear(), angular.Sigmoid(), angular.Sigmoid(k=0.7), angular.SquaredCosine())

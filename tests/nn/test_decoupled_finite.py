@@ -17,7 +17,7 @@ from catalog import seeded
 from gonio import nn as gnn
 from gonio.nn import angular, magnitude
 from laws.support import differentiate
-from nn.operators import OPERATORS
+from nn.operators import OPERATORS, is_bounded
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -131,7 +131,7 @@ class Problem:
     @property
     def may_leave_float16(self) -> bool:
         """Whether the formula itself is beyond 65504 for some of these numbers."""
-        unbounded = not self.options["magnitude"].bounded or self.options["weighted"] == "linear"
+        unbounded = not is_bounded(self.options["magnitude"]) or self.options["weighted"] == "linear"
         return self.dtype is torch.float16 and unbounded
 
 
@@ -153,7 +153,7 @@ def check_finite(problem: Problem) -> None:
     if problem.may_leave_float16:
         return
     assert bool(output.isfinite().all())
-    if layer.operator.magnitude.bounded and layer.operator.weighted != "linear":
+    if is_bounded(layer.operator.magnitude) and layer.operator.weighted != "linear":
         assert float(output.abs().max()) <= layer.operator.magnitude.alpha * 1.02
     if problem.dtype is not torch.float16:  # 1/‖w‖ of the smallest filter times the largest input is 1e8
         assert_finite(layer, x)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from catalog import seeded
+from catalog.norms import switchable_norm
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.nn import switchable_norm as module
 from gonio.nn.switchable_function import switchable_norm as plain
 from laws.support import differentiate
-from references.switchable_norm import switchable_norm
 from surgery.net import Activated
 from tolerances import close, exact
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import gonio
-from gonio.lab.plan import BASELINE
 from gonio.pages import pictures, standalone
 from gonio.pages.charts import Lane, depth_lane, marks
 from gonio.pages.picture import Area, Axis, Dots, Line, Picture, bare, fitted, spark, stairs, svg, ticks
+from gonio.recipes import BASELINE
 from html_reader import Page
 from lab.showing.samples import effect, run
 from lab.showing.test_page import PAYLOADS

@@ -1,14 +1,16 @@
-"""The figures of `gonio.measure` and the laws of chance, from their formulas, in float64 NumPy and SciPy."""
+"""Figures of `gonio.measure` and laws of chance from their formulas, in float64 NumPy and SciPy, and cases of rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from math import sqrt
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy import integrate, special
+from torch import Tensor
 
 from references.geometry import filter_rows
 
@@ -120,3 +122,35 @@ def defect(matrix: Matrix) -> float:
     gram = matrix @ matrix.T if len(matrix) <= matrix.shape[1] else matrix.T @ matrix
     gram = gram / np.trace(gram) * len(gram)
     return float(np.linalg.norm(gram - np.eye(len(gram))) / np.sqrt(len(gram)))
+
+
+# --- the rules on weights -------------------------------------------------------------------------
+
+
+def weight(n: int = 64, d: int = 100, seed: int = 0) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+
+
+def with_(change: Callable[[Tensor], object]) -> Tensor:
+    made = weight()
+    change(made)
+    return made
+
+
+def variances(*values: float) -> dict[str, Tensor]:
+    return {"bn.running_var": torch.tensor(values), "bn.running_mean": -torch.ones(2)}
+
+
+# code → (a weight or state dict it must find, a weight beside it on which it must stay silent)
+CASES: dict[str, tuple[Tensor | dict[str, Tensor], Tensor | dict[str, Tensor]]] = {
+    "G001": (with_(lambda w: w[3].__setitem__(4, float("nan"))), weight()),
+    "G101": (torch.zeros(8, 9), weight()),
+    "G102": (with_(lambda w: w[5].zero_()), with_(lambda w: w[5].mul_(0.1))),
+    "G103": (with_(lambda w: w[5].mul_(1e-4)), with_(lambda w: w[5].mul_(0.01))),
+    "G104": (with_(lambda w: w[5].mul_(20)), with_(lambda w: w[5].mul_(5))),
+    "G105": (variances(1.0, -1e-9), variances(1.0, 0.0)),
+    "G201": (weight() + 2, weight() + 0.2),
+    "G202": (with_(lambda w: w[5].copy_(-2 * w[6])), with_(lambda w: w[5].add_(w[6]))),
+    "G203": (with_(lambda w: w[5].copy_(-2 * w[6])), with_(lambda w: w[5].copy_(w[6] + 1e-2 * w[7]))),
+    "G301": (weight() + 3, weight() + 0.05),
+}

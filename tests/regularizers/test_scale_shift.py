@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from catalog import regularizers as reference
 from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
-from references import regularizers as reference
 from regularizers.test_orthogonality import gradient
 from tolerances import close, exact
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from catalog import seeded
@@ -68,3 +69,9 @@ def tied(*between: nn.Module) -> nn.Sequential:
 def compiled_in_place(model: nn.Module) -> nn.Module:
     model.compile(backend="eager")
     return model
+
+
+def between_channels(m: Any, x: Tensor) -> Tensor:
+    """Channels look at one another: a query has an entry for each position."""
+    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 4, 1)
+    return m.proj(F.scaled_dot_product_attention(q, k, v).flatten(1, 2).mT)

@@ -19,7 +19,7 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.penalty.matrices import Blocks
 from gonio.surgery import Attention, Part, anatomy, facts
 from surgery.anatomy_truth import TIMM, TRANSFORMERS, WITHOUT, Truth
-from surgery.net import Net
+from surgery.net import Net, between_channels
 
 CASES = {case.name: case for case in (*transformers_models.CASES, *timm_models.CASES)}
 QUICK = ("BERT", "GPT-2", "Falcon", "Llama", "OLMo 2", "DeepSeek V3", "vit_tiny_patch16_224")
@@ -528,12 +528,6 @@ def test_a_model_without_an_example_is_refused() -> None:
         anatomy(nn.Identity())
 
 
-def _between_channels(m: Any, x: Tensor) -> Tensor:
-    """Channels look at one another: a query has an entry for each position."""
-    q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 4, 1)
-    return m.proj(F.scaled_dot_product_attention(q, k, v).flatten(1, 2).mT)
-
-
 def test_attention_between_channels_takes_no_gradient_for_each_position(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("gonio.surgery.anatomy")
     calls, gradients = [], module._gradients
@@ -541,7 +535,7 @@ def test_attention_between_channels_takes_no_gradient_for_each_position(monkeypa
     counted = []
     for positions in (100, 400):
         calls.clear()
-        model = Net(_between_channels, qkv=nn.Linear(8, 24), proj=nn.Linear(8, 8))
+        model = Net(between_channels, qkv=nn.Linear(8, 24), proj=nn.Linear(8, 8))
         (block,) = anatomy(model, example=seeded(1, positions, 8)).attention
         assert (block.heads, block.rotary) == (2, "")
         counted.append(len(calls))

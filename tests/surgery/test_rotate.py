@@ -18,7 +18,9 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry import quantization_error
 from gonio.surgery import rotate, rotate_
 from gonio.surgery.rotate import hadamard
-from gonio.surgery.turns import STREAM, Slot, Turn, Turns, random_turn
+from gonio.surgery.symmetries import Confirmed
+from gonio.surgery.turns import STREAM, Slot, Turn, random_turn
+from surgery.net import Net, between_channels
 
 IDS = torch.arange(12).reshape(2, 6) % 7
 
@@ -162,6 +164,31 @@ def test_a_tied_head_turns_once_and_stays_tied() -> None:
     assert_same(old, model, IDS)
 
 
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_a_tied_head_behind_a_gain(norm: Callable[[int], nn.Module]) -> None:
+    """E(g ∘ n) is EQᵀ(g ∘ Qn) for one number g alone: no weight of a tied head can take another gain."""
+    model = Lm(lambda: norm(8), tied=True)
+    gonio.fold_(model, example=IDS, gains=True)
+    why = (
+        r"the stream of places stays: it passes a norm whose gain is not one number \(norm3\), and table.weight, "
+        r"which reads it, is a table of embeddings, too; give the head a weight of its own, and gonio.fold_"
+    )
+    with pytest.raises(NotApplicableError, match=why):
+        rotate_(model, ("stream",), example=IDS)
+    free = copy.deepcopy(model)
+    free.head.weight = nn.Parameter(free.head.weight.detach().clone())
+    gonio.fold_(free, example=IDS, gains=True)
+    with torch.no_grad():
+        model.norm3.weight.fill_(-1.5)
+    for each in (model, free):
+        old = copy.deepcopy(each)
+        rotate_(each, example=IDS)
+        assert {"table.weight", "places", *(["head.weight"] if each is free else [])} <= changed(old, each)
+        assert_same(old, each, IDS)
+        assert_same(old, each, (IDS + 2) % 9)
+    assert model.head.weight is model.table.weight
+
+
 def test_a_large_channel_is_spread() -> None:
     model = Lm()
     with torch.no_grad():
@@ -236,6 +263,27 @@ def test_values_that_are_not_only_averaged_stay() -> None:
         rotate_(model, ("values",), example=IDS)
 
 
+def test_values_that_are_clipped_stay_though_the_run_does_not_reach_the_clip() -> None:
+    """Both of two clipped entries can be below the limit where their turned ones are not."""
+    model = Lm()
+    model.kv.register_forward_hook(lambda module, args, out: out.clamp(-100, 100))
+    why = "the values of the model stay: the next layer reads what is not proportional to the values"
+    with pytest.raises(NotApplicableError, match=why):
+        rotate_(model, ("values",), example=IDS)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_a_small_effect_is_no_rounding_of_a_part_that_computes_in_float32(size: float) -> None:
+    """Attention between channels mixes values; a norm in float32 makes outputs that are rounded more coarsely."""
+    mixed = Net(
+        lambda m, x: x.float().double() + size * between_channels(m, F.layer_norm(x.float(), (8,)).double()),
+        qkv=nn.Linear(8, 24),
+        proj=nn.Linear(8, 8),
+    ).double()
+    with pytest.raises(NotApplicableError, match=r"the values of the model stay: the outputs change if it turns"):
+        rotate_(mixed, ("values",), example=seeded(2, 6, 8, dtype=torch.float64))
+
+
 def test_parametrized_weights_stay() -> None:
     model = Lm()
     gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="up")
@@ -271,7 +319,7 @@ def test_other_arguments_are_refused() -> None:
 def test_a_wrong_turn_is_undone_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Lm()
     slots = ((Slot("up.weight", 0, tuple(range(12))), Slot("down.weight", 1, tuple(range(12)))),)
-    wrong = Turns((Turn(STREAM, "the stream", 12, slots),), dict(model.named_parameters()), {})
+    wrong = Confirmed((Turn(STREAM, "the stream", 12, slots),), dict(model.named_parameters()), {})
     monkeypatch.setattr(rotate, "turns_of", lambda *args: wrong)
     old = copy.deepcopy(model)
     with pytest.raises(NotApplicableError, match=r"rotate_: cannot turn .*the outputs changed: largest dev"):
@@ -314,6 +362,24 @@ STREAMS = {
     **dict.fromkeys(("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Granite", "GPT-NeoX", "Phi"), True),
     **dict.fromkeys(("Llama, tied", "Gemma", "Gemma 2", "GPT-2", "BERT", "DistilBERT", "BART", "ModernBERT"), False),
 }
+
+
+@pytest.mark.parametrize("name", ["GPT-2", pytest.param("Llama, tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_families_with_a_tied_head(name: str, tied: bool) -> None:
+    model, example = CASES[name].trained()
+    if tied:
+        gains = [p for n, p in model.named_parameters() if n in ("transformer.ln_f.weight", "model.norm.weight")]
+        gains[0].data.fill_(1.5)
+    else:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    old = copy.deepcopy(model)
+    gonio.fold_(model, example=example, gains=True)
+    edited = rotate_(model, ("stream",), example=example)
+    assert not [note for note in edited.notes if "stay" in note]
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+    assert_same(old, model, example, 1e-9 if name == "GPT-2" else 1e-5)  # norms of Llama compute in float32
+    assert_same(old, model, {"input_ids": (example["input_ids"] + 5) % 24}, 1e-9 if name == "GPT-2" else 1e-5)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in STREAMS])

@@ -22,7 +22,7 @@ _Recipes = Annotated[
     typer.Argument(help="Built-in recipes or recipe files; default: one of each method.", metavar="[RECIPE…]"),
 ]
 _Batch = Annotated[str, options.BATCH]
-_Optimizer = Annotated[str, typer.Option(help="Of recipes that name none: sgd, adamw or muon.", metavar="NAME")]
+_Optimizer = Annotated[str, typer.Option(help="Of recipes that name none, e.g. sgd, adamw or muon.", metavar="NAME")]
 _Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps.", metavar="DEVICE")]
 _Seconds = Annotated[float, typer.Option(help="Time for the measurement; three rounds are made anyway.", min=0.0)]
 _HEAD = (say("recipe"), say("time"), say("quartiles"), say("ms"), say("memory"), "MiB", say("parameters"))

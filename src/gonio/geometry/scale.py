@@ -10,6 +10,9 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import Array, widen, widest
 
+# Activations with φ(cx) = cφ(x) for c > 0, and none. (ReLU6, which counts as "relu" for gains, is not.)
+HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
+
 
 def least_scale(weights: Iterable[Array]) -> Tensor:
     r"""Smallest sum of squared norms over all rescalings :math:`\gamma_l` of the layers whose product is 1.

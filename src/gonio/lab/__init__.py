@@ -17,9 +17,8 @@ _HOME = {
     "Run": "running.scripts",
     "Study": "running.study",
     "Results": "judging.results",
-    "RunRecord": "record",
+    **dict.fromkeys(("RunRecord", "filter_summary"), "record"),
     "across": "judging.multi_task",
-    "filter_summary": "running.filter_summary",
     "Treatment": "treating.treatment",
     "doctor": "treating.doctor",
     "retrain_": "treating.retrain",
@@ -46,8 +45,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.lab.planning.planner import make_plan as make_plan
     from gonio.lab.planning.planner import make_script_plan as make_script_plan
     from gonio.lab.record import RunRecord as RunRecord
+    from gonio.lab.record import filter_summary as filter_summary
     from gonio.lab.running import engines as engines
-    from gonio.lab.running.filter_summary import filter_summary as filter_summary
     from gonio.lab.running.scheduler import run as run
     from gonio.lab.running.scheduler import watcher_for as watcher_for
     from gonio.lab.running.scripts import Run as Run

@@ -15,13 +15,12 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
-from gonio.messages import Message
+from gonio.messages import counted
 from gonio.models.by_name import resolve as resolve_model
 from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
 from gonio.seeding import derive_seed
 
-BASELINE = "baseline"
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
 _MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
 ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")  # of each trained model, if it is attacked
@@ -44,7 +43,7 @@ class TrainingConfig:
     Attributes:
         batch_size: examples per step of the optimizer.
         lr: peak learning rate; with `muon` that of matrices.
-        optimizer: `sgd` (Nesterov momentum), `adamw` or `muon` (:class:`gonio.optim.Muon`).
+        optimizer: a name of :mod:`gonio.optim.named`: `sgd` has Nesterov momentum, `muon` is :class:`gonio.optim.Muon`.
         momentum: of `sgd` and `muon`.
         schedule: of the learning rate, step by step: `cosine` (a half cosine to 0), `constant`, `step` (a tenth of it
             after half of the steps, a hundredth after three quarters) or `one-cycle` (up along a half cosine from a
@@ -348,11 +347,6 @@ class StudyPlan:
 @cache
 def _adapter() -> TypeAdapter[StudyPlan]:
     return TypeAdapter(StudyPlan)
-
-
-def counted(count: int, noun: str) -> Message:
-    """A number with its noun, e.g. `1 run` and `2 runs`."""
-    return Message(f"{count} {noun}{'' if count == 1 else 's'}", f"{{n:,}} {noun}", {"n": count})
 
 
 def installed_versions() -> Mapping[str, str]:

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from gonio.editing.wrapping import run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
-from gonio.escaping import printed
-from gonio.measuring.exports import json_data
+from gonio.escaping import json_data, printed
 from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator

@@ -12,8 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gonio.escaping import display_width, markdown_cell, plain, shorten
-from gonio.measuring.exports import counted, json_data
+from gonio.escaping import display_width, json_data, markdown_cell, plain, shorten
 from gonio.measuring.figures.heads import ROLES, HeadMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
@@ -24,7 +23,7 @@ from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIG
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
-from gonio.messages import Message, joined, local, say
+from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
 

@@ -14,13 +14,12 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from gonio.errors import GonioError
-from gonio.escaping import plain, shorten
+from gonio.escaping import json_data, plain, shorten
 from gonio.geometry import matrix_view
-from gonio.measuring.exports import counted, json_data
 from gonio.measuring.reading.entry import TensorEntry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing.table import Table
-from gonio.messages import Message, joined, local
+from gonio.messages import Message, counted, joined, local
 from gonio.pages.tables import bare_table
 
 SCHEMA = "gonio.outline/1"

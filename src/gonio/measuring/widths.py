@@ -14,10 +14,10 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.measuring.exports import json_data
+from gonio.escaping import json_data
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, markdown_findings, render_findings, rule
 from gonio.measuring.private_torch import tree_leaves
-from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
+from gonio.measuring.showing.table import Column, PagedTable, markdown_table, tensor_table
 from gonio.measuring.showing.widths import widths_page
 from gonio.surgery import sites
 from gonio.surgery.equivalent import call
@@ -105,7 +105,7 @@ def _trained(s: WidthScaling) -> str | None:
 
 
 @dataclass(frozen=True, repr=False)
-class Widths(Table[WidthScaling]):
+class Widths(PagedTable[WidthScaling]):
     """The exponents of every layer: a mapping from paths to rows.
 
     Attributes:
@@ -135,16 +135,8 @@ class Widths(Table[WidthScaling]):
         said, table = markdown_findings(self.findings), markdown_table("layer", self.tensors, COLUMNS)
         return "\n".join([*said, *table, ""])
 
-    def to_html(self, *, command: str = "", date: str = "") -> str:
-        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
-
-        Args:
-            command, date: shown on the page, so that the same models can be measured again.
-        """
-        return widths_page(self, COLUMNS, whole=True, made=(("Date", date), ("Command", command)))
-
-    def _repr_html_(self) -> str:
-        return widths_page(self, COLUMNS, whole=False, made=())
+    def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
+        return widths_page(self, COLUMNS, whole=whole, made=made)
 
     def __repr__(self) -> str:
         return f"<Widths of {len(self.tensors)} layers at {', '.join(map(str, self.sizes))}>"

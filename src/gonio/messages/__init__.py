@@ -67,6 +67,22 @@ def said_by(error: Exception) -> Message:
     return first if isinstance(first, Message) else Message(str(error))
 
 
+def counted(number: int, noun: str) -> Message:
+    """A number and its noun, which agree.
+
+    Example:
+        >>> from gonio.messages import counted
+        >>> counted(1, "layer"), counted(2_000, "layer")
+        ('1 layer', '2,000 layers')
+    """
+    return Message(f"{number:,} {noun}{'' if number == 1 else 's'}", f"{{n:,}} {noun}", {"n": number})
+
+
+def are(number: int) -> str:
+    """The verb of a number of things: `is` for 1."""
+    return "is" if number == 1 else "are"
+
+
 def recognised(text: str, templates: Sequence[str]) -> Message:
     """A text of another package as a message of the first of these templates that it has; without one as it is.
 

@@ -47,7 +47,7 @@ SHORTEST = {torch.float64: 1e-60, torch.float32: 1e-9, torch.bfloat16: 1e-9, tor
 
 @dataclass(frozen=True)
 class Magnitude(ABC):
-    """A magnitude function of the input's norm; how to add one: `docs/howto/decoupled.md`.
+    """A magnitude function of the input's norm; how to add one: `docs/extending/magnitude.md`.
 
     Every field that is annotated `float` is a coefficient: `slope` and `value` take it as a keyword argument, as a
     number or as a tensor that broadcasts against the norms. A coefficient with a field `learn_NAME: bool` can be a
@@ -56,7 +56,6 @@ class Magnitude(ABC):
 
     alpha: float = 1.0
     learn_alpha: bool = field(default=False, kw_only=True)
-    bounded: ClassVar[bool]  # |h| ≤ alpha for every input
     is_linear: ClassVar[bool] = False  # h = alpha·‖x‖
     continuous_at_zero: ClassVar[bool] = True  # h(0) = 0, so that h·g has a limit at a zero input
     positive: ClassVar[tuple[str, ...]] = ()  # coefficients above 0, which are learned as their logarithms
@@ -169,7 +168,6 @@ class Sphere(Magnitude):
         [2] W. Liu et al., "Decoupled Networks", CVPR 2018, "Bounded Decoupled Operators". https://arxiv.org/abs/1804.08071
     """
 
-    bounded = True
     continuous_at_zero = False
 
     def value(self, norm: Tensor, *, alpha: Number) -> Tensor:
@@ -192,8 +190,6 @@ class Ball(_WithRadius):
     References: W. Liu et al., "Decoupled Networks", CVPR 2018, Bounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    bounded = True
-
     def slope(self, norm: Tensor, *, alpha: Number, radius: Number) -> Tensor:
         return alpha / _at_least(norm, radius)
 
@@ -211,7 +207,6 @@ class Tanh(_WithRadius):
     References: W. Liu et al., "Decoupled Networks", CVPR 2018, Bounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    bounded = True
     weightings = ("linear", "tanh_product", "tanh_each")
     slope_and_elasticity = staticmethod(kernels.slope_and_elasticity_of_tanh)
 
@@ -240,7 +235,6 @@ class Linear(Magnitude):
     References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
 
-    bounded = False
     is_linear = True
 
     def slope(self, norm: Tensor, *, alpha: Number) -> Number:
@@ -267,8 +261,6 @@ class Segmented(_WithRadius, _WithBeta):
         0.5 are those of the official code. https://arxiv.org/abs/1804.08071
     """
 
-    bounded = False
-
     def slope(self, norm: Tensor, *, alpha: Number, beta: Number, radius: Number) -> Tensor:
         return (radius / _at_least(norm, radius)) * (alpha - beta) + beta
 
@@ -285,8 +277,6 @@ class Logarithm(Magnitude):
 
     References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
-
-    bounded = False
 
     def value(self, norm: Tensor, *, alpha: Number) -> Tensor:
         return scaled(torch.log1p(norm), alpha)
@@ -307,8 +297,6 @@ class Mixed(_WithBeta):
 
     References: W. Liu et al., "Decoupled Networks", CVPR 2018, Unbounded Decoupled Operators. https://arxiv.org/abs/1804.08071
     """
-
-    bounded = False
 
     def value(self, norm: Tensor, *, alpha: Number, beta: Number) -> Tensor:
         return norm * alpha + torch.log1p(norm) * beta

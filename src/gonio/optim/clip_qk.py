@@ -22,12 +22,11 @@ from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.optim.holding import step_of_hold
-from gonio.surgery.anatomy import anatomy
+from gonio.surgery.anatomy import MASKED, anatomy
 from gonio.surgery.blocks import Attention
 from gonio.surgery.products import Product, Products
 from gonio.surgery.recording import Part
 
-_MASKED = -1e4  # added to a logit by a mask, or less
 _ENTRIES = 2**24  # of the logits that are computed at once
 _UNSEEN = 3  # steps without an observed logit, after which a clip says that it has no effect
 
@@ -408,7 +407,7 @@ def _largest(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scal
             logits = logits.masked_fill(later, -math.inf)
         if mask is not None:
             part = mask[..., start : start + rows, :] if mask.shape[-2] == length else mask
-            logits = logits.masked_fill(~part if part.dtype == torch.bool else part <= _MASKED, -math.inf)
+            logits = logits.masked_fill(~part if part.dtype == torch.bool else part <= MASKED, -math.inf)
         found.append(logits.amax((-2, -1)))
     return torch.stack(found).amax(0)
 
@@ -419,7 +418,7 @@ def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor |
     for given, shape in ((mask, (-1, heads)), (padding, None)):
         if given is None:
             continue
-        free = ~given if given.dtype == torch.bool else given > _MASKED
+        free = ~given if given.dtype == torch.bool else given > MASKED
         if shape is None:
             free = free[:, None, None] if free.ndim == 2 else free
         elif free.ndim == 3:

@@ -126,8 +126,11 @@ class Picture:
     series: Mapping[str, Values] | None = None
 
 
-def ticks(low: float, high: float, *, log: bool = False, whole: bool = False, most: int = 6) -> list[float]:
-    """At most `most` + 1 round values from `low` to `high`: multiples of 1, 2, 2.5 or 5 times a power of ten.
+TICKS = 6  # steps of an axis at most
+
+
+def ticks(low: float, high: float, *, log: bool = False, whole: bool = False) -> list[float]:
+    """At most :data:`TICKS` + 1 round values from `low` to `high`: multiples of 1, 2, 2.5 or 5 times a power of ten.
 
     Example:
         >>> from gonio.pages.picture import ticks
@@ -136,16 +139,16 @@ def ticks(low: float, high: float, *, log: bool = False, whole: bool = False, mo
     """
     if log and high / low >= 10:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-        powers = [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / most)))]
+        powers = [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / TICKS)))]
         if len(powers) > 2:
             return powers
         return [v for v in (m * 10.0**p for p in range(first - 1, last + 1) for m in (1, 2, 5)) if low <= v <= high]
     span = high - low
-    power = 10.0 ** math.floor(math.log10(span / most))
+    power = 10.0 ** math.floor(math.log10(span / TICKS))
     sizes = [size * power for size in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0)]
     if whole:
         sizes = [max(1.0, round(size)) for size in sizes]
-    step = next((size for size in sizes if span / size <= most), sizes[-1])
+    step = next((size for size in sizes if span / size <= TICKS), sizes[-1])
     first, last, digits = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9), 9 - math.floor(math.log10(step))
     return [round(i * step, digits) for i in range(first, last + 1)]
 

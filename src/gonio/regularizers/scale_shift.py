@@ -14,12 +14,12 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
 from gonio.geometry.norms import WIDE, whole
+from gonio.geometry.scale import HOMOGENEOUS
 from gonio.geometry.views import Layout
 from gonio.regularizers.base import AddGradient, Evaluation, require
 from gonio.regularizers.kernels import compiled_log_norm, log_norm
 from gonio.regularizers.l2 import ScaleRegularizer
 
-HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
 LEAST_FLOOR = 1e-3
 _MOST_BLOCKS = 16
 USUAL_RATE = 10.0  # lr / (1 − momentum)² of lr 0.1 with momentum 0.9

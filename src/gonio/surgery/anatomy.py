@@ -18,9 +18,10 @@ from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import generated_example
 from gonio.surgery.planned import planned
+from gonio.surgery.products import LAYERS
 from gonio.surgery.recording import Call, Part, Product, Recording, record
 
-_MASKED = -1e4  # logits below are those of pairs that a mask excludes
+MASKED = -1e4  # logits below are those of pairs that a mask excludes
 _SAMPLED = 16  # entries of a query that are looked at where they are not as many as the rows of a head
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
 
@@ -89,6 +90,8 @@ def _taken_apart(run: Recording) -> Anatomy:
     unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
+        if product.value is None and product.passed & LAYERS:  # of a router or a classifier further on
+            continue
         found = _block_of(run, product)
         if isinstance(found, str):
             unknown[product.path] = found
@@ -121,6 +124,8 @@ def _block_of(run: Recording, product: Product) -> Attention | str:
     """A block, or why it is not known."""
     if product.value is None or product.out is None:
         return "the softmax multiplies no values"
+    if product.mixed or product.passed & LAYERS:
+        return "a layer with a weight of its own computes its logits or shares from those of all heads"
     try:
         return _Block(run, product, product.value, product.out).taken_apart()
     except RuntimeError as error:  # a function of the model's own
@@ -148,11 +153,11 @@ def _noise(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator(0, "anatomy")).to(like)
 
 
-def _gradients(x: Tensor, inputs: Sequence[Tensor], *, graph: bool = False) -> list[Tensor | None]:
+def _gradients(x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of a random sum of the entries."""
     if not x.requires_grad or not inputs:
         return [None] * len(inputs)
-    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, create_graph=graph, allow_unused=True)
+    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, allow_unused=True)
     return list(found)
 
 
@@ -214,6 +219,8 @@ class _Block:
         """Give queries, keys and values the same leading dimensions; those of fewer heads are repeated."""
         tensors = [self.query, self.key, self.value]
         dims = max(t.ndim for t in tensors)
+        whole = next(t.shape[:-2] for t in tensors if t.ndim == dims)
+        tensors = [t.reshape(*whole, *t.shape[-2:]) if t.shape[:-2].numel() == whole.numel() else t for t in tensors]
         tensors = [t.reshape(*[1] * (dims - t.ndim), *t.shape) for t in tensors]
         for d in range(dims - 2):
             size = max(t.shape[d] for t in tensors)
@@ -277,7 +284,7 @@ class _Block:
         if self.product.passed:
             return False
         logits = self.query @ self.key.mT if self.product.logits is None else self.product.logits
-        return self._proportional(torch.where(logits > _MASKED, logits, torch.zeros_like(logits)), sources)
+        return self._proportional(torch.where(logits > MASKED, logits, torch.zeros_like(logits)), sources)
 
     def _proportional(self, x: Tensor, sources: list[_Sources]) -> bool:
         """Whether a tensor is proportional to what these rows give, biases included."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gonio.surgery.facts import ACTIVATIONS, HOMOGENEOUS, TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
+from gonio.geometry.scale import HOMOGENEOUS
+from gonio.surgery.facts import ACTIVATIONS, TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
 from gonio.surgery.fold import affine_map
 from gonio.surgery.graph import (
     POOLING_FUNCTIONS,
@@ -44,11 +45,6 @@ class Operation:
     norm: nn.Module | None = None
     scale: Tensor = field(default_factory=lambda: torch.ones(()))
     shift: Tensor = field(default_factory=lambda: torch.zeros(()))
-
-    @property
-    def is_affine(self) -> bool:
-        """Whether it scales and shifts each channel by numbers of its own."""
-        return self.norm is not None
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,8 @@ from gonio.execution import is_sharded
 from gonio.geometry.certified import nonnegative_norm
 from gonio.seeding import generator
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-WEIGHTED = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+WEIGHTED = (nn.Linear, nn.Bilinear, *CONVOLUTIONS)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 TORCH_NORMS = (
     nn.modules.batchnorm._BatchNorm,
@@ -368,8 +368,6 @@ _STATED: dict[type[nn.Module], Facts] = {
     nn.MultiheadAttention: Facts(fused={"in_proj_weight": 3}),
 }
 ACTIVATIONS = frozenset(facts.activation for facts in _STATED.values() if facts.activation)
-# Activations with φ(cx) = cφ(x) for c > 0, and none. (ReLU6, which counts as "relu" for gains, is not.)
-HOMOGENEOUS = frozenset({"relu", "leaky_relu", "linear"})
 
 _WITH_ACTIVATION = replace(_BATCH, tail=("drop", "act"))
 # Attention whose heads are consecutive rows of one layer: the layer, how many parts it has, and the types.

@@ -17,7 +17,7 @@ from gonio.errors import listing
 from gonio.seeding import generator
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.recording import Call, Normed, Recording, record, without_hooks
-from gonio.surgery.symmetries import TwinTrial, confirmed
+from gonio.surgery.symmetries import Confirmed, TwinTrial, confirmed
 
 _MOST = 3  # exponent of the powers of two of a trial
 _ROUNDING = 1e-5  # the largest relative deviation of outputs in a trial, where a model computes in several types
@@ -123,17 +123,7 @@ class _OfGains(TwinTrial[Gain]):
         return self.stays(values, training=False)
 
 
-@dataclass(frozen=True)
-class Gains:
-    """The gains that were confirmed, the parameters of the model by name, and by path why other gains stay."""
-
-    able: tuple[Gain, ...]
-    parameters: Mapping[str, nn.Parameter]
-    stay: Mapping[str, str]
-    eps: float = 0.0  # the largest rounding of the types in which the model computes
-
-
-def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
+def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Confirmed[Gain]:
     """Find the gains of norms that linear layers alone read, and confirm them by running.
 
     The layers are those whose input is the norm's result in the run. Each gain is tried with random powers of two of
@@ -156,7 +146,7 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
         read = _reads(run, [call for each in found.values() for call in each])
     except RuntimeError as error:  # a function of the model's own
         why = f"derivatives cannot be computed: {str(error).splitlines()[0][:80]}"
-        return Gains((), parameters, {call.path: why for each in found.values() for call in each})
+        return Confirmed((), parameters, {call.path: why for each in found.values() for call in each})
     options: list[list[Gain]] = []
     for normed in found.values():
         whole = _gain(run, parameters, modules[normed[0].path], normed, read)
@@ -171,12 +161,12 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Gains:
         powers = _powers(parameters[gain.gain], random)
         trial.start[gain.gain] = (powers - gain.added).to(parameters[gain.gain].dtype)
     if options and trial.why_not:
-        return Gains((), parameters, stay | {gain.path: trial.why_not for gain, *_ in options})
+        return Confirmed((), parameters, stay | {gain.path: trial.why_not for gain, *_ in options})
     for (gain, *_), held in zip(options, tried := confirmed(trial, options), strict=True):
         if held is None:
             readers = listing(list(dict.fromkeys(r.tensor for r in gain.readers)))
             stay[gain.path] = f"the outputs change if it moves into {readers}"
-    return Gains(tuple(each for each in tried if each is not None), parameters, stay, eps)
+    return Confirmed(tuple(each for each in tried if each is not None), parameters, stay, eps)
 
 
 # --- what reads a norm ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from gonio.editing.twin import twin_of
 from gonio.editing.wrapping import unwrapped
 from gonio.surgery.facts import (
     ACTIVATIONS,
+    CONVOLUTIONS,
     TORCH_NORMS,
     UNKNOWN,
     WEIGHTED,
@@ -318,7 +319,7 @@ class _Tracer(fx.Tracer):
             before = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
             node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
         weight = before._parameters.get("weight") if before is not None else None
-        if weight is None or isinstance(m, WEIGHTED) or not isinstance(before, (nn.Linear, *_CONVOLUTIONS)):
+        if weight is None or isinstance(m, WEIGHTED) or not isinstance(before, (nn.Linear, *CONVOLUTIONS)):
             return
         transposed = not isinstance(before, nn.Linear) and before.transposed
         groups: Any = before.groups if transposed else 1
@@ -415,8 +416,7 @@ def called_function(node: fx.Node) -> str:
 
 
 _HOMES = (torch, F, operator, torch._C._nn)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_DIMS = dict(zip((*_CONVOLUTIONS, nn.BatchNorm2d, nn.BatchNorm3d), (3, 4, 5, 3, 4, 5, 4, 5), strict=True))
+_DIMS = dict(zip((*CONVOLUTIONS, nn.BatchNorm2d, nn.BatchNorm3d), (3, 4, 5, 3, 4, 5, 4, 5), strict=True))
 
 
 def flattens_from_dim_1(node: fx.Node, module: nn.Module | None, called: str) -> bool:

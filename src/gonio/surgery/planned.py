@@ -19,15 +19,14 @@ from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableE
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy
 from gonio.surgery.configured import CONFIG, Configured, configured, load_library, read_config
-from gonio.surgery.stated import HEADS, KV_HEADS
+from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
 from gonio.system import memory
 
 _MANY = 2**28  # weights above which tables are made smaller
 _WORDS = 512  # rows of a smaller table
 _SHARE = 4  # of the machine's memory a run takes one part at most
 _PLAIN = (bool, int, float, str, type(None))
-_NUMBERS = {"layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"), "heads": HEADS,
-            "heads of keys and values": KV_HEADS, "channels": ("hidden_size", "n_embd", "d_model", "dim")}  # fmt: skip
+_NUMBERS = {"layers": LAYERS, "heads": HEADS, "heads of keys and values": KV_HEADS, "channels": WIDTHS}
 Part = TypeVar("Part")
 
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+LAYERS = frozenset({"linear", "addmm", "mm", "matmul", "__matmul__", "bmm", "baddbmm", *CONVOLUTIONS})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
 # Functions that multiply, add, mask, or only move entries.
 _NAMES = """
@@ -36,6 +38,7 @@ class Product:
     calls: int = 0  # of layers before it was complete
     kernel: bool = False  # a registered module computes it, by no function of torch
     passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
+    mixed: bool = False  # layers are between the softmax and the values
 
 
 class Products(TorchFunctionMode):
@@ -90,6 +93,7 @@ class Products(TorchFunctionMode):
             others = [t for t in sources if id(t) not in self._labels]
             if label[1] == "logits" and (name not in _AFFINE or any(t.requires_grad for t in others)):
                 label[2].passed.add(name)  # also the sum with a trained bias, which may be 0 now
+            label[2].mixed |= label[1] == "shares" and name in LAYERS and label[2].value is None
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     self._labels[id(tensor)] = (tensor, *label[1:])
@@ -109,7 +113,7 @@ class Products(TorchFunctionMode):
                 label[2].value, label[2].out = other.mT, out
                 self.valued(label[2])
                 return
-        if labels == [None, None] and left.ndim >= 2:
+        if all(label is None or label[1] == "logits" for label in labels) and left.ndim >= 2:  # of blocks before
             self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right))
 
     def _softmax(self, x: Tensor, args: Any, kwargs: Any, out: Tensor) -> None:

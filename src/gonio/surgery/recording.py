@@ -24,10 +24,10 @@ from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call
-from gonio.surgery.products import Product, Products, tensors_of
+from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tensors_of
 
-_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
-_LAYERS = frozenset({"linear", "addmm", "mm", "matmul", "__matmul__", "bmm", "baddbmm", *_CONVOLUTIONS})
+_RECTIFIERS = frozenset({"relu", "relu_", "relu6", "hardtanh", "hardtanh_", "hardswish", "hardswish_"})
+_TINY = 1e-30  # slope of a rectifier where it has none: with it, a channel that is 0 in the run is seen
 _FUNCTIONAL_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "normalize"})
 
 
@@ -166,6 +166,14 @@ class Recorder(Products):
 
     # one function
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rectified = getattr(func, "__name__", "") in _RECTIFIERS and not self._paused and tensors_of(args, kwargs or {})
+        if not rectified or not rectified[0].requires_grad:
+            return super().__torch_function__(func, types, args, kwargs)
+        before = rectified[0].clone()  # the function may act in place
+        out = super().__torch_function__(func, types, args, kwargs)
+        return self.label([out], out + _TINY * (before - before.detach()), func.__name__)
+
     def seen(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """Record the call of a layer, of a norm or of a table, or what belongs to attention."""
         if self._paused:
@@ -178,7 +186,7 @@ class Recorder(Products):
             return self._table(operands, out)
         elif isinstance(out, Tensor) and name in _FUNCTIONAL_NORMS:
             return self._normed(operands[0], out)
-        elif isinstance(out, Tensor) and name in _LAYERS:
+        elif isinstance(out, Tensor) and name in LAYERS:
             made = self._layer(name, operands, out)
             if made is not None:
                 return self.label(operands, made, name)
@@ -225,13 +233,13 @@ class Recorder(Products):
         if len(operands) < 2:
             return None
         x, weight = operands[1:3] if name in ("addmm", "baddbmm") else operands[:2]
-        by_rows = name == "linear" or name in _CONVOLUTIONS
+        by_rows = name == "linear" or name in CONVOLUTIONS
         found = self._located(weight)
         if found is None or (not by_rows and self._located(x) is not None):
             return None
         tensor, start, index, transposed = found
         bias = operands[0] if name in ("addmm", "baddbmm") else operands[2] if by_rows and len(operands) > 2 else None
-        if name in _CONVOLUTIONS:
+        if name in CONVOLUTIONS:
             if out.ndim != weight.ndim or transposed:
                 return None
             out_dim, in_dim, channel, pointwise = 0, 1, 1, weight[0, 0].numel() == 1

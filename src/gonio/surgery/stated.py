@@ -11,7 +11,10 @@ from torch import nn
 
 from gonio.surgery.facts import facts_of
 
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+# What configurations call these numbers; a model has one of the names.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers")
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "encoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
 

@@ -135,7 +135,7 @@ def block_symmetries(model: nn.Module, example: Any, *, traced: bool, taken: fro
     """
     with evaluating(model) as plain:
         parameters = dict(plain.named_parameters())
-    found, trial = anatomy(model, example=example), _OfBlocks(model, example, parameters)
+    found, trial = anatomy(model, example=example), OfBlocks(model, example, parameters)
     left: dict[str, list[tuple[str, str]]] = {}
     able: list[list[Symmetry]] = []
     for why, options in _candidates(found):
@@ -168,7 +168,7 @@ def _candidates(found: Anatomy) -> Iterator[tuple[str, list[Symmetry]]]:
         why = "a norm follows queries or keys" if block.normed else why
         yield why, [_of_queries(block, grain) for grain in _grains(block)]
         why = "" if block.linear[2] else "the next layer reads what is not proportional to the values"
-        yield why, [_of_values(block, grain) for grain in ("channel", "head", "block")]
+        yield why, [of_values(block, grain) for grain in ("channel", "head", "block")]
     for mlp in found.mlps:
         yield "" if mlp.degree else _ACTIVATION, [_of_units(mlp, grain) for grain in ("channel", "block")]
 
@@ -189,7 +189,8 @@ def _of_queries(block: Attention, grain: _Grain) -> Symmetry:
     return Symmetry(block.path, "query and key", made, read, units)
 
 
-def _of_values(block: Attention, grain: _Grain) -> Symmetry:
+def of_values(block: Attention, grain: _Grain) -> Symmetry:
+    """Values of each head are multiplied, and the columns that read them divided."""
     made, units = _sides(enumerate(block.value), grain)
     read, _ = _sides(((group, (part,)) for group, part in zip(block.groups, block.output, strict=True)), grain)
     return Symmetry(block.path, "value and output", made, read, units)
@@ -259,6 +260,16 @@ def _held(trial: TwinTrial[Change], changes: list[Change]) -> list[Change | None
     return [*_held(trial, changes[:half]), *_held(trial, changes[half:])] if half else [None]
 
 
+@dataclass(frozen=True)
+class Confirmed(Generic[Change]):
+    """The changes that were confirmed, the parameters of the model by name, and by name why other changes cannot be."""
+
+    able: tuple[Change, ...]
+    parameters: Mapping[str, nn.Parameter]
+    stay: Mapping[str, str]
+    eps: float = 0.0  # the largest rounding of the types in which the model computes
+
+
 class TwinTrial(ABC, Generic[Change]):
     """Runs of a model with other values of its parameters, which the model keeps.
 
@@ -316,6 +327,14 @@ class TwinTrial(ABC, Generic[Change]):
             return _same(before, after, self.least)
         return False
 
+    def moved(self, values: Mapping[str, Tensor]) -> float:
+        """The relative deviation of the outputs with these values; infinite where the model does not take them."""
+        before = self._unchanged(training=False)
+        with suppress(Exception):  # as in `stays`
+            if before is not None:
+                return deviation(before, self._run(values, training=False)).relative
+        return math.inf
+
     def _unchanged(self, *, training: bool) -> list[Tensor] | None:
         """The outputs of the model as it is; None if it does not run, or if they are not the same in two runs."""
         if training not in self._before:
@@ -350,7 +369,9 @@ class TwinTrial(ABC, Generic[Change]):
         return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-class _OfBlocks(TwinTrial[Symmetry]):
+class OfBlocks(TwinTrial[Symmetry]):
+    """Runs with random powers of two, and with their inverses."""
+
     def holds(self, changes: Sequence[Symmetry]) -> bool:
         """Whether the outputs stay with random factors, and with their inverses."""
         random = generator(0, "symmetries")

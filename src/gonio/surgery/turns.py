@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.gains import not_run
 from gonio.surgery.recording import Call, Normed, Part, Recording, record
-from gonio.surgery.symmetries import TwinTrial, confirmed
+from gonio.surgery.symmetries import Confirmed, OfBlocks, Symmetry, TwinTrial, confirmed, of_values
 
 VALUES, STREAM = "values", "stream"
 _ROUNDINGS = 1000  # times the rounding of the types of a model, by which outputs in a trial may differ
 _MOST = 0.05
+_SHARE = 0.1  # of what a turn of one side alone does, below which a deviation is rounding
 _EQUAL = 0.02  # relative; of sums in any dtype
+_VALUES = "the next layer reads what is not proportional to the values"
 _NORM = "it passes a norm whose gain is not one number"
 
 
@@ -97,8 +99,25 @@ def keeping_mean(free: Tensor) -> Tensor:
 
 
 class _OfTurns(TwinTrial[Turn]):
+    """Runs with random turns.
+
+    Attributes:
+        coarse: the relative deviation that is rounding if the model computes in coarser types than its outputs have.
+    """
+
+    coarse = 0.0
+
     def holds(self, changes: Sequence[Turn]) -> bool:
         """Whether the outputs in evaluation mode stay with random turns."""
+        if self.stays(self._turned(changes), training=False):
+            return True
+        if len(changes) > 1:
+            return False
+        moved = self.moved(self._turned(changes))
+        alone = [replace(each, slots=tuple(slots[:1] for slots in each.slots)) for each in changes]
+        return moved <= min(self.coarse, _SHARE * self.moved(self._turned(alone)))
+
+    def _turned(self, changes: Sequence[Turn]) -> dict[str, Tensor]:
         random = generator(0, "turns")
         values: dict[str, Tensor] = {}
         for each in changes:
@@ -106,20 +125,10 @@ class _OfTurns(TwinTrial[Turn]):
             for name in each.tensors:
                 new = each.turned(name, values.get(name, self.value(name)), matrices)
                 values[name] = new.to(self.value(name).dtype)
-        return self.stays(values, training=False)
+        return values
 
 
-@dataclass(frozen=True)
-class Turns:
-    """The turns that were confirmed, the parameters of the model by name, and why others stay, by their names."""
-
-    able: tuple[Turn, ...]
-    parameters: Mapping[str, nn.Parameter]
-    stay: Mapping[str, str]
-    eps: float = 0.0  # the largest rounding of the types in which the model computes
-
-
-def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
+def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirmed[Turn]:
     """Find the turns of the heads' values and of the spaces that norms read, and confirm them by running.
 
     Values are those of :func:`gonio.surgery.anatomy`. A space consists of the outputs of layers, tables and parameters
@@ -130,12 +139,14 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
         parameters = dict(plain.named_parameters())
     stay: dict[str, str] = {}
     options: list[list[Turn]] = []
-    found = anatomy(model, example=example)
-    for block in found.attention if VALUES in kinds else ():
-        if why := "" if block.linear[2] else "the next layer reads what is not proportional to the values":
-            stay[f"the values of {block.path or 'the model'}"] = why
+    scales: dict[Turn, Symmetry] = {}
+    for block in anatomy(model, example=example).attention if VALUES in kinds else ():
+        turn = _of_values(block)
+        if not block.linear[2]:
+            stay[turn.name] = _VALUES
         else:
-            options.append([_of_values(block)])
+            options.append([turn])
+            scales[turn] = of_values(block, "head")
     gains: list[str] = []
     if STREAM in kinds:
         spaces = _Spaces(model, record(model, example), parameters)
@@ -149,12 +160,17 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Turns:
     for name in gains:
         trial.start.pop(name, None)
     eps = trial.coarsest()
-    trial.least = min(_ROUNDINGS * eps, _MOST)
+    trial.coarse = min(_ROUNDINGS * eps, _MOST)
     if options and trial.why_not:
-        return Turns((), parameters, stay | {each[0].name: trial.why_not for each in options})
+        return Confirmed((), parameters, stay | {each[0].name: trial.why_not for each in options})
+    scaled = [each for each in options if each[0] in scales]  # a clip that the run does not reach shows at large scales
+    held = confirmed(OfBlocks(model, example, parameters), [[scales[turn]] for turn, *_ in scaled])
+    for each in [each for each, scale in zip(scaled, held, strict=True) if scale is None]:
+        options.remove(each)
+        stay[each[0].name] = _VALUES
     tried = confirmed(trial, options)
     stay.update({o[0].name: "the outputs change if it turns" for o, t in zip(options, tried, strict=True) if t is None})
-    return Turns(tuple(each for each in tried if each is not None), parameters, stay, eps)
+    return Confirmed(tuple(each for each in tried if each is not None), parameters, stay, eps)
 
 
 def _of_values(block: Attention) -> Turn:
@@ -359,8 +375,12 @@ class _Spaces:
             for path, norm in space.norms.items()
             if any(bool((self.parameters[g] != self.parameters[g].flatten()[0]).any()) for g in norm.gains)
         ]
+        do = "gonio.fold_(model, gains=True) merges gains that layers alone read"
+        tables = {name for name, _ in self.run.tables}
+        if uneven and (tied := self._reader(uneven, tables)):
+            why = f"{tied}, which reads it, is a table of embeddings, too"
+            return f"{_NORM} ({listing(uneven)}), and {why}; give the head a weight of its own, and {do}"
         if uneven:
-            do = "gonio.fold_(model, gains=True) merges gains that layers alone read"
             return f"{_NORM} ({listing(uneven)}); {do}"
         mine = {id(self.parameters[slot.tensor]) for slot in space.slots}
         known = {slot.tensor.rpartition(".")[0] for slot in space.slots} | set(self.run.began)
@@ -369,6 +389,15 @@ class _Spaces:
             return f"{listing(other)} did not run, and shares a tensor of it"
         idle = not_run(self.run, self.parameters, space.size, ())
         return f"{listing(idle)} had no part in the run, and may belong to it" if idle else ""
+
+    def _reader(self, norms: Collection[str], tensors: Collection[str]) -> str:
+        """The first of the tensors with which a layer reads the results of all of these norms; empty for none."""
+        outs = [normed.out for normed in self.run.gained if normed.path in norms]
+        for call in [call for call in self.run.calls if call.tensor in tensors and call.x.requires_grad]:
+            found = torch.autograd.grad(call.x, outs, _noise(call.x), retain_graph=True, allow_unused=True)
+            if all(g is not None and bool((g != 0).any()) for g in found):
+                return call.tensor
+        return ""
 
 
 def _noise(x: Tensor) -> Tensor:

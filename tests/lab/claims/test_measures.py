@@ -17,7 +17,7 @@ from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.running.measures import FinishedRun, measures, spec_of
 from gonio.lab.running.training import fit
 from gonio.lab.tasks import resolve
-from gonio.models import deep_cnn, deep_mlp, residual_mlp
+from gonio.models import ByteTransformer, deep_cnn, deep_mlp, residual_mlp
 from gonio.nn import DecoupledConv2d
 
 TRAINING = TrainingConfig(epochs=1, batch_size=50, lr=0.05)
@@ -255,3 +255,31 @@ def test_the_certified_constant_is_the_product_of_the_norms() -> None:
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     expected = sum(math.log10(spectral(layer)) for layer in layers)
     assert measured("certified_constant", model) == pytest.approx(expected)
+
+
+def test_outlier_channels_cost_bits_in_int4_and_a_turn_regains_them() -> None:
+    """A transformer that knows the next byte by heart, of inputs in which a few directions are strong."""
+    model = ByteTransformer(width=16, heads=2, depth=1).eval()
+    with torch.no_grad():
+        axes = torch.linalg.qr(torch.randn(16, 16))[0]
+        for weight in (model.blocks[0].qkv.weight, model.blocks[0].up.weight, model.head.weight):
+            weight.copy_(weight @ (axes * torch.logspace(0, -2, 16)) @ axes.T * 8)
+        for norm in (model.norm, model.blocks[0].norm1, model.blocks[0].norm2):
+            norm.weight.uniform_(0.5, 2)
+    task = resolve("bytes")
+    run = replace(
+        subject(model),
+        task=replace(
+            task, test=replace(task.test, inputs=task.test.inputs[:8], targets=model(task.test.inputs[:8]).argmax(-1))
+        ),
+    )
+
+    def bits(**options: Any) -> float:
+        return spec_of(Measure("int4_bits", options)).function(run, **options)
+
+    exact = bits(bits=0)
+    assert exact == pytest.approx(spec_of(Measure("bits_per_byte", {})).function(run), rel=1e-5)
+    for options in ({"axes": "principal"}, {"axes": "principal", "turn": True}):
+        assert bits(bits=0, **options) == pytest.approx(exact, rel=1e-5)
+    planted, turned = bits(axes="principal"), bits(axes="principal", turn=True)
+    assert planted - exact > 1.2 * (turned - exact) > 0

@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from gonio.lab.judging.results import Effect, Ratio, Results
-from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, TrainingConfig
+from gonio.lab.plan import RecipeEntry, StudyPlan, TrainingConfig
 from gonio.lab.record import RunRecord
+from gonio.recipes import BASELINE
 
 
 def printed(shown: RenderableType, *, width: int) -> str:

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from gonio.lab.plan import BASELINE
 from gonio.lab.showing import html, write_html
+from gonio.recipes import BASELINE
 from html_reader import Page
 from lab.showing.samples import effect, geometry, plan, results, run
 

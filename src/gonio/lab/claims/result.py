@@ -11,9 +11,9 @@ from typing import Any
 from gonio.lab.claims.claim import CHOICE_SEEDS, Claim, Experiment, families, read_claim
 from gonio.lab.claims.fairness import Runs, chosen, noise, obstacle
 from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, judge
-from gonio.lab.plan import Measure, counted
+from gonio.lab.plan import Measure
 from gonio.lab.running.measures import spec_of
-from gonio.messages import Message, joined, say
+from gonio.messages import Message, counted, joined, say
 
 SCHEMA = "gonio.claims/1"
 # What the verdicts of the engine are called in a scope; in the field they keep their names.

@@ -17,8 +17,10 @@ import numpy as np
 
 from gonio.escaping import html_table
 from gonio.lab.judging.statistics import WORDS, Evidence, correlation, improvement, judge, paired_t
-from gonio.lab.plan import ATTACKS, BASELINE, RecipeEntry, StudyPlan, counted
+from gonio.lab.plan import ATTACKS, RecipeEntry, StudyPlan
 from gonio.lab.record import RunRecord
+from gonio.messages import counted
+from gonio.recipes import BASELINE
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gonio.errors import import_extra
-from gonio.lab.plan import counted
-from gonio.messages import fixed
+from gonio.messages import counted, fixed
 
 Array = NDArray[np.float64]
 

@@ -7,14 +7,14 @@ import math
 import torch
 
 from gonio.lab.judging.statistics import ALPHA, detectable, enough, least_p, points
-from gonio.lab.plan import RecipeEntry, StudyPlan, counted
+from gonio.lab.plan import RecipeEntry, StudyPlan
 from gonio.lab.running.cost import Gauge, training_step
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.training import build, evaluate, prepare_process
 from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task
-from gonio.messages import joined, say
+from gonio.messages import counted, joined, say
 
 _START = 0.2  # seconds to fork a run's process, load its data and store its row
 _COSTS = 10.0  # seconds to measure the costs afterwards

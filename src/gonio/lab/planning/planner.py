@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.lab.plan import (
-    BASELINE,
     AttackConfig,
     RecipeEntry,
     StudyPlan,
@@ -31,7 +30,7 @@ from gonio.lab.tasks.task import Task, paired
 from gonio.models import resolve as resolve_model
 from gonio.models.by_name import check_named, code_digests, is_user_code
 from gonio.optim.named import DECAYS, OPTIMIZERS
-from gonio.recipes import Recipe
+from gonio.recipes import BASELINE, Recipe
 
 # One per seed system, in the order of the systems.
 BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "self-orthogonality", "scale-shift")

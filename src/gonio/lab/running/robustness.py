@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
+from gonio.execution import device_of
 from gonio.lab.plan import ATTACKS, AttackConfig
 from gonio.lab.tasks.task import Task
 from gonio.seeding import generator
@@ -43,11 +44,6 @@ def robustness(model: nn.Module, task: Task, config: AttackConfig, transferred: 
         masking, see :func:`masking_signs`.
     """
     return attacked(answer_of(model, task), *attacked_split(task, config), config, transferred)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """That of the model's first parameter."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def answer_of(model: nn.Module, task: Task | None = None) -> Answer:

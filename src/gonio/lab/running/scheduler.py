@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gonio.errors import Interrupted, InvalidArgumentError
 from gonio.escaping import shorten
 from gonio.lab.judging.statistics import require_scipy
-from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, Tuning, installed_versions
+from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, Tuning, installed_versions
 from gonio.lab.record import RunRecord
 from gonio.lab.running.cost import measure_costs
 from gonio.lab.running.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
@@ -33,6 +33,7 @@ from gonio.lab.running.scripts import execute_script
 from gonio.lab.running.study import Study, locked
 from gonio.lab.running.training import execute_run, execute_transfer, execute_trial
 from gonio.lab.running.tuning import Trial, propose
+from gonio.recipes import BASELINE
 
 _POLL = 1.0  # seconds between two looks at the running jobs
 _FEW, _SHORT = 3, 30.0  # finished runs that say what is usual; seconds that are never remarkable

@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
 from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan
-from gonio.lab.record import RunRecord
+from gonio.lab.record import RunRecord, filter_summary
 from gonio.lab.running.cost import Gauge
 from gonio.lab.running.engines.local import die_with_parent
-from gonio.lab.running.filter_summary import filter_summary
 from gonio.lab.running.robustness import answer_of, attacked, chosen
 from gonio.lab.running.training import guarded
 from gonio.lab.tasks.task import kept_generators, seed_everything

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gonio.errors import GonioError, InvalidArgumentError
-from gonio.lab.plan import BASELINE
 from gonio.lab.running.cost import peak_bytes, silent_stderr, time_blocks
 from gonio.messages import fixed, said_by
 from gonio.optim.named import OPTIMIZERS
-from gonio.recipes import Recipe
+from gonio.recipes import BASELINE, Recipe
 from gonio.surgery.equivalent import call, misfit
 
 AGAIN = fixed("the same again")

@@ -32,16 +32,16 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gonio.lab.plan import BASELINE, AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
-from gonio.lab.record import RunRecord
-from gonio.lab.running.filter_summary import filter_summary
+from gonio.execution import device_of
+from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
+from gonio.lab.record import RunRecord, filter_summary
 from gonio.lab.running.measures import FinishedRun, spec_of
-from gonio.lab.running.robustness import device_of, from_text, robustness, to_text, transferable
+from gonio.lab.running.robustness import from_text, robustness, to_text, transferable
 from gonio.lab.running.tuning import settled
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Batch, Examples, Metric, Task, seed_everything
 from gonio.optim.named import OPTIMIZERS, arguments_of
-from gonio.recipes import Recipe
+from gonio.recipes import BASELINE, Recipe
 from gonio.recipes.apply import Applied
 from gonio.seeding import derive_seed
 from gonio.surgery import lsuv_

@@ -19,11 +19,10 @@ from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, wr
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data, recorded
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import points
-from gonio.lab.plan import counted
-from gonio.lab.running.filter_summary import ANGLE_EDGES
+from gonio.lab.record import ANGLE_EDGES
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
-from gonio.messages import fixed, joined, local, say, tag
+from gonio.messages import counted, fixed, joined, local, say, tag
 from gonio.pages.picture import Picture, svg
 from gonio.pages.pictures import angles, colors, over_levels, pairs
 from gonio.pages.tables import TextTable, unit_of_difference

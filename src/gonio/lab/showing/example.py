@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from gonio.lab.judging.results import Effect, Ratio, Results
-from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, TrainingConfig
+from gonio.lab.plan import RecipeEntry, StudyPlan, TrainingConfig
 from gonio.lab.record import RunRecord
+from gonio.recipes import BASELINE
 
 RECIPES = {"orthogonal-init": 0.1, "decoupled-tanh": 0.9}
 SEEDS = tuple(range(8))

@@ -14,9 +14,9 @@ from rich.text import Text
 from gonio.escaping import csv_table, markdown_cell, redact, tex_cell
 from gonio.lab.judging.multi_task import PROFILE, Across, across
 from gonio.lab.judging.results import Ratio, Results, Robust
-from gonio.lab.plan import BASELINE
 from gonio.lab.showing.tables import ATTACKS, Scale, headline, partial, tables
 from gonio.pages.tables import TextTable
+from gonio.recipes import BASELINE
 
 SCHEMA = "gonio.results/1"
 

@@ -1,27 +1,40 @@
-"""The results as one HTML file that needs no network and no other file."""
+"""The results as one HTML file that needs no network and no other file, and its pictures."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from gonio import pages
-from gonio.escaping import plain, write_text
+from gonio.escaping import plain, shorten, write_text
 from gonio.lab.judging.results import Results
-from gonio.lab.plan import BASELINE
+from gonio.lab.record import RunRecord
 from gonio.lab.showing import tables
-from gonio.lab.showing.figures import cost_chart, curves, forest, layer_pictures, layers
 from gonio.lab.showing.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning, verdicts
+from gonio.pages.picture import svg
+from gonio.pages.pictures import Floats, Interval, angles, effects, intervals, learning_curves
 from gonio.pages.pictures import colors as colors_of
+from gonio.pages.tables import TextTable, number
+from gonio.recipes import BASELINE
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+_SHOWN_LAYERS = 16  # with 6 recipes about 25 kB each
+_EQUAL_TIME = (
+    "The same curves with each epoch as long as its measured time per step; the baseline's line ends at the time that "
+    "the baseline took. Each run keeps its own schedule: a shorter training of a slower recipe would not follow this "
+    "curve."
+)
 
 
 def html(results: Results) -> str:
@@ -104,3 +117,175 @@ def _yaml_of(content: Any) -> str:
     """The content as YAML, keys in their own order; by way of JSON, so that it is plain data."""
     data = json.loads(json.dumps(content, default=str))
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)).rstrip()
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def forest(results: Results, notes: Sequence[str], *, narrow: bool) -> Any:
+    """The effects with their intervals, and the band of effects too small to matter; empty without effects."""
+    if not results.effects:
+        return ""
+    plan, scale = results.plan, Scale.of(results)
+    said = f"too small to matter: ±{scale.score(plan.sesoi)}" if plan.sesoi else ""
+    picture = effects(results.effects, unit=scale.unit, band=plan.sesoi, band_label=said, notes=notes,
+                      better=plan.direction, inside=narrow)  # fmt: skip
+    numbers = "; ".join(f"{effect.recipe} {note}" for effect, note in zip(results.effects, notes, strict=True))
+    return svg(replace(picture, description=numbers), **_size(narrow=narrow))
+
+
+def _size(*, narrow: bool) -> dict[str, Any]:
+    return {"width": 343, "css": "narrow fill"} if narrow else {"width": 920, "css": "wide fill"}
+
+
+def cost_chart(results: Results, colors: Mapping[str, str], which: str) -> Any:
+    """The `step_time` or `memory` of each recipe relative to the baseline; empty if none was measured."""
+    costs = [(e.recipe, cost) for e in results.effects if (cost := getattr(e, which)) is not None]
+    rows = [Interval(name, colors[name], c.median, (c.low, c.high), note=f"×{c.median:.2f}") for name, c in costs]
+    what = "Time per training step" if which == "step_time" else "Memory"
+    title = f"{what} relative to the baseline: " + "; ".join(f"{row.label} {row.note}" for row in rows)
+    picture = intervals(rows, "relative to the baseline", title=title, reference=1.0, log=True, form="×{}", inside=True)
+    return svg(picture, width=350) if rows else ""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The curves of one quantity: an SVG per recipe."""
+
+    title: str
+    note: str
+    charts: Mapping[str, Any]
+
+
+def curves(results: Results, colors: Mapping[str, str]) -> list[Curves]:
+    """Score and loss over epochs, and the score over measured times; the baseline in each chart.
+
+    Args:
+        colors: of each recipe and the baseline.
+    """
+    plan, runs = results.plan, results.runs
+    recipes = [name for name in colors if name != BASELINE]
+    paces = {e.recipe: e.step_time.median for e in results.effects if e.step_time is not None}
+    score = f"validation score, {plan.unit}" if plan.unit else "validation score"
+
+    def charts(names: Sequence[str], key: str, label: str, pace: Mapping[str, float] | None = None) -> dict[str, Any]:
+        made = {
+            name: learning_curves(runs, {BASELINE: colors[BASELINE], name: colors[name]}, key=key, label=label,
+                                  among=names, paces=pace)
+            for name in names
+        }  # fmt: skip
+        return {name: svg(picture, width=330) for name, picture in made.items() if picture is not None}
+
+    timed = [name for name in recipes if name in paces]
+    groups = [
+        Curves(score, "", charts(recipes, "val_score", score)),
+        Curves("training loss", "", charts(recipes, "train_loss", "training loss")),
+        Curves(f"{score}, at equal time", _EQUAL_TIME, charts(timed, "val_score", score, paces)),
+    ]
+    return [group for group in groups if group.charts]
+
+
+# --- filters of each layer -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """One layer under one recipe, over the recipe's seeds: angle density per degree and norm quantiles."""
+
+    density: Floats
+    norms: tuple[float, ...]
+    angle_mean: float
+    angle_std: float
+    pairs: int
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer under every recipe that has it; `edges` in degrees."""
+
+    path: str
+    shape: tuple[int, ...]
+    dim: int
+    edges: Floats
+    recipes: Mapping[str, Pooled]
+
+    @property
+    def moved(self) -> float:
+        """Largest change of the layer's angles and norms by any recipe."""
+        base = self.recipes.get(BASELINE)
+        others = [pooled for name, pooled in self.recipes.items() if name != BASELINE]
+        if base is None:
+            return math.inf
+        return max((_distance(base, other, self.edges) for other in others), default=0.0)
+
+    @property
+    def numbers(self) -> TextTable:
+        """The numbers of both pictures."""
+        rows = [
+            (name, *((f"{p.angle_mean:.1f}°", f"{p.angle_std:.1f}°") if p.pairs else ("–", "–")), *_norms(p.norms))
+            for name, p in self.recipes.items()
+        ]
+        head = ("recipe", "mean angle", "sd of angles", "median norm", "smallest and largest norm")
+        return TextTable("Numbers", head, tuple(rows))
+
+
+def _norms(norms: Sequence[float]) -> tuple[str, str]:
+    return (number(norms[len(norms) // 2]), f"{number(norms[0])} to {number(norms[-1])}") if norms else ("–", "–")
+
+
+def _distance(a: Pooled, b: Pooled, edges: Floats) -> float:
+    variation = 0.5 * float((np.abs(a.density - b.density) * np.diff(edges)).sum())
+    middles = [p.norms[len(p.norms) // 2] if p.norms else 0.0 for p in (a, b)]
+    return variation + (abs(math.log(middles[0] / middles[1])) if min(middles) > 0 else 0.0)
+
+
+def layers(runs: Sequence[RunRecord]) -> list[Layer]:
+    """The layers of all finished runs in the order of the model, pooled over seeds."""
+    found: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    edges: Floats = np.zeros(0)
+    for run in runs:
+        own = np.asarray(run.geometry.get("angle_edges", ()), dtype=float)
+        edges = edges if len(edges) else own
+        if len(own) and np.array_equal(own, edges):
+            for path, record in run.geometry.get("layers", {}).items():
+                found.setdefault(path, {}).setdefault(run.recipe, []).append(record)
+    made = []
+    for path, recipes in found.items():
+        first = next(iter(recipes.values()))[0]
+        pooled = {name: _pool(records, edges) for name, records in recipes.items()}
+        made.append(Layer(path, tuple(first["shape"]), int(first["dim"]), edges, pooled))
+    return made
+
+
+def _pool(records: Sequence[Mapping[str, Any]], edges: Floats) -> Pooled:
+    counts = np.sum([np.asarray(r["angle_counts"], dtype=float) for r in records], axis=0)
+    total, width = counts.sum(), np.diff(edges)
+    middle = (edges[1:] + edges[:-1]) / 2
+    mean = float((counts * middle).sum() / total) if total else math.nan
+    spread = float((counts * (middle - mean) ** 2).sum() / total) if total else math.nan
+    norms = np.median([r["norms"] for r in records if r["norms"]] or [[]], axis=0)
+    density = counts / (total * width) if total else counts
+    return Pooled(density, tuple(float(v) for v in norms), mean, math.sqrt(spread) if total else math.nan, int(total))
+
+
+def layer_pictures(found: Sequence[Layer], colors: Mapping[str, str]) -> Iterator[tuple[Layer, Any, Any]]:
+    """The layers that a recipe changed most, in the order of the model, each with its angles and its norms."""
+    kept = {layer.path for layer in sorted(found, key=lambda layer: -layer.moved)[:_SHOWN_LAYERS]}
+    for layer in found:
+        if layer.path not in kept:
+            continue
+        path, shown = shorten(layer.path, longest=60), [name for name in colors if name in layer.recipes]
+        densities = {name: (colors[name], layer.recipes[name].density.tolist()) for name in shown}
+        title = f"Angles between the filters of {path}, each recipe against random directions"
+        histogram = angles(layer.edges.tolist(), densities, dim=layer.dim, title=title)
+        rows = [_norm_row(name, colors[name], layer.recipes[name].norms) for name in shown]
+        title = f"Filter norms of {path} by recipe: least to largest, quartiles and median"
+        norms = intervals(rows, "norm of a filter", title=title, inside=True)
+        yield layer, svg(histogram, width=350), svg(norms, width=350)
+
+
+def _norm_row(recipe: str, color: str, norms: Sequence[float]) -> Interval:
+    if len(norms) < 5:
+        return Interval(recipe, color, norms[len(norms) // 2] if norms else None)
+    note = number(norms[2])
+    return Interval(recipe, color, norms[2], (norms[0], norms[-1]), (norms[1], norms[3]), note=note)

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from gonio.escaping import plain
 from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
-from gonio.lab.plan import BASELINE, counted
-from gonio.messages import Message, fixed, joined, local, say
+from gonio.messages import Message, counted, fixed, joined, local, say
 from gonio.pages.tables import TextTable, unit_of_difference
+from gonio.recipes import BASELINE
 
 # Symbol and tone: a verdict is never shown by colour alone.
 _MARKS = {

@@ -21,8 +21,8 @@ from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
 from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
-from gonio.measuring.findings.prescriptions import Remedy, prescriptions
-from gonio.measuring.findings.rules import worst_first
+from gonio.measuring.findings.remedies import Remedy
+from gonio.measuring.findings.rules import rule_texts, worst_first
 from gonio.messages import fixed, said_by, say
 from gonio.surgery import (
     balance_,
@@ -179,7 +179,7 @@ class _Case:
             gone = [f for f in hidden if _key(f) not in _keys(considered)]
             considered = [f for f in [*considered, *gone] if bool(f.path) == bool(named)]
         for finding in considered:
-            for remedy in prescriptions()[finding.code].remedies:
+            for remedy in rule_texts()[finding.code].prescription.remedies:
                 if remedy.verb == verb and not _why_not(remedy, finding, self.model):
                     treated.setdefault(str(remedy), (remedy, []))[1].append(finding)
         return list(treated.values())
@@ -266,7 +266,7 @@ def _untreated(found: Measurements, model: nn.Module | None) -> tuple[tuple[Find
     """The findings that have no treatment, with the reason."""
     left: list[tuple[Finding, str]] = []
     for finding in found.findings:
-        prescription = prescriptions()[finding.code]
+        prescription = rule_texts()[finding.code].prescription
         whys = [_why_not(remedy, finding, model) for remedy in prescription.remedies]
         if prescription.none or all(whys):
             left.append((finding, fixed(prescription.none or whys[0])))
@@ -278,14 +278,14 @@ def _reported(found: Measurements) -> Treatment:
     why = say("it takes the model's modules: pass the model of the checkpoint (on the command line --model)")
     named: dict[str, tuple[Remedy, list[Finding]]] = {}
     for finding in found.findings:
-        for remedy in prescriptions()[finding.code].remedies:
+        for remedy in rule_texts()[finding.code].prescription.remedies:
             named.setdefault(str(remedy), (remedy, []))[1].append(finding)
     ordered = sorted(named.values(), key=lambda each: _PLACES[each[0].verb])
     steps = [
         TreatmentStep(r.verb, dict(r.options), _codes(treats), fixed("not applied"), why, cannot=fixed(r.cannot))
         for r, treats in ordered
     ]
-    none = tuple((f, fixed(told)) for f in found.findings if (told := prescriptions()[f.code].none))
+    none = tuple((f, fixed(told)) for f in found.findings if (told := rule_texts()[f.code].prescription.none))
     return Treatment(found.source, found, found, tuple(steps), none)
 
 

@@ -14,11 +14,12 @@ from torch import nn
 from gonio.errors import GonioError
 from gonio.lab.judging.results import Results, summarise
 from gonio.lab.judging.statistics import placed
-from gonio.lab.plan import BASELINE, RecipeEntry, StudyPlan, installed_versions
+from gonio.lab.plan import RecipeEntry, StudyPlan, installed_versions
 from gonio.lab.record import RunRecord
 from gonio.lab.running.training import evaluate
 from gonio.lab.tasks.task import Split, Task
 from gonio.messages import fixed, said_by, say
+from gonio.recipes import BASELINE
 from gonio.surgery import equivalent
 
 SAME = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative deviations that count as the same function

@@ -15,13 +15,12 @@ from rich.table import Table as RichTable
 from rich.text import Text
 from torch import Tensor, nn
 
-from gonio.escaping import markdown_cell, plain, shorten
+from gonio.escaping import json_data, markdown_cell, plain, shorten
 from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
-from gonio.measuring.exports import counted, json_data
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
 from gonio.measuring.findings.verdicts import verdict
@@ -30,8 +29,8 @@ from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
-from gonio.measuring.showing.table import Column, Table, figures, markdown_table, reasons, tensor_table
-from gonio.messages import Message, joined, local, say
+from gonio.measuring.showing.table import Column, PagedTable, figures, markdown_table, reasons, tensor_table
+from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 
 _HEADS = 8  # that a terminal shows
@@ -119,7 +118,7 @@ def block_of(name: str) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Differences(Table[TensorDifference]):
+class Differences(PagedTable[TensorDifference]):
     """Every tensor of either source: a mapping from paths to rows that prints as a table.
 
     Attributes:
@@ -215,17 +214,6 @@ class Differences(Table[TensorDifference]):
         head = f"**{markdown_cell(self.before)} → {markdown_cell(self.after)}**"
         said, table = markdown_findings(self.findings), markdown_table("tensor", self.largest, COLUMNS)
         return "\n".join([head, "", self.verdict, "", *said, *table, "", markdown_cell(self.coverage), ""])
-
-    def to_html(self, *, command: str = "", date: str = "") -> str:
-        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
-
-        Args:
-            command, date: shown on the page, so that the same comparison can be made again.
-        """
-        return self._page(whole=True, made=(("Date", date), ("Command", command)))
-
-    def _repr_html_(self) -> str:
-        return self._page(whole=False, made=())
 
     def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[TensorDifference], str]:
         """The tensors that have a row, largest change first, with groups and a sentence where these are not all."""

@@ -9,9 +9,8 @@ from math import prod, sqrt
 from gonio.errors import listing
 from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
-from gonio.measuring.exports import are
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
-from gonio.messages import say
+from gonio.messages import are, say
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
 DWARFED = 1.0  # relative change of a weight by an adapter

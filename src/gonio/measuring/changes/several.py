@@ -15,18 +15,17 @@ from rich.text import Text
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.escaping import markdown_cell, plain
+from gonio.escaping import json_data, markdown_cell, plain
 from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.engines import Engine, Progress, Spread
-from gonio.measuring.exports import counted, json_data
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
-from gonio.measuring.showing.table import Column, Table, markdown_table, tensor_table
-from gonio.messages import Message, joined, local, say
+from gonio.measuring.showing.table import Column, PagedTable, markdown_table, tensor_table
+from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 
 BLOCK = 1 << 20  # entries of each change in float64 at once
@@ -91,7 +90,7 @@ def _each(values: Sequence[float | None]) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Changes(Table[Agreement]):
+class Changes(PagedTable[Agreement]):
     """Several models tuned from one base: a mapping from paths to the agreement of the changes of that tensor.
 
     Attributes:
@@ -176,17 +175,6 @@ class Changes(Table[Agreement]):
         said = markdown_findings(self.all_findings, whole="the models")
         table = markdown_table("tensor", [self.whole, *self.tensors], COLUMNS)
         return "\n".join([head, "", self.verdict, "", *said, *table, "", markdown_cell(self.coverage), ""])
-
-    def to_html(self, *, command: str = "", date: str = "") -> str:
-        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
-
-        Args:
-            command, date: shown on the page, so that the same comparison can be made again.
-        """
-        return self._page(whole=True, made=(("Date", date), ("Command", command)))
-
-    def _repr_html_(self) -> str:
-        return self._page(whole=False, made=())
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
         shown = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors), every=self.tensors)

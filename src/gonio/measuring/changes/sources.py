@@ -12,11 +12,11 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
-from gonio.measuring.exports import counted
 from gonio.measuring.reading.adapters import Places
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
+from gonio.messages import counted
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least

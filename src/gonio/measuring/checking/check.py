@@ -16,16 +16,16 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
-from gonio.escaping import html_table, plain, redact
+from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
 from gonio.measuring.checking.rules import checked, with_siblings
 from gonio.measuring.checking.scan import TensorCheck, scan_all
-from gonio.measuring.exports import are, counted, json_data
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.entry import INTEGERS, dtype_named
 from gonio.measuring.reading.source import name_of, small_json
 from gonio.measuring.showing.table import Table
-from gonio.messages import Message, joined, local, say
+from gonio.messages import Message, are, counted, joined, local, say
+from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
 
 Level = Literal["info", "warn", "error"]
 
@@ -33,14 +33,7 @@ SCHEMA = "gonio.check/1"
 FINGERPRINTS = "gonio.fingerprint/1"
 LARGEST_FINGERPRINT = 1 << 30  # bytes; that of a million tensors has 150 MB
 _SHOWN = 3  # tensors of one rule in print
-# What configurations of transformers call these numbers; a model has one of the names.
-_NUMBERS = {
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "width": ("hidden_size", "n_embd", "d_model", "dim"),
-    "vocabulary": ("vocab_size",),
-}
+_NUMBERS = {"layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS, "width": WIDTHS, "vocabulary": ("vocab_size",)}
 
 
 @dataclass(frozen=True, kw_only=True)

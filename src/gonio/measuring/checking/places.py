@@ -27,7 +27,6 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.exports import counted
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
@@ -36,7 +35,7 @@ from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
 from gonio.measuring.reading.zero_files import is_zero
-from gonio.messages import say
+from gonio.messages import counted, say
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 
 from gonio.measuring.checking.places import Problem
 from gonio.measuring.checking.scan import TensorCheck
-from gonio.measuring.exports import counted
 from gonio.measuring.findings.rules import (
     Finding,
     FindingRule,
@@ -17,7 +16,7 @@ from gonio.measuring.findings.rules import (
     worst_first,
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
-from gonio.messages import say
+from gonio.messages import counted, say
 
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
 VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}

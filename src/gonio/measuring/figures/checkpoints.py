@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import GonioError, listing
-from gonio.measuring.exports import counted
 from gonio.measuring.figures.heads import heads_in
 from gonio.measuring.figures.structure import MovableScale, Structure
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
+from gonio.messages import counted
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.movable import Movable
 from gonio.surgery.planned import Planned, planned

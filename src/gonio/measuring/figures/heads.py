@@ -132,15 +132,15 @@ def parameters_of(model: nn.Module) -> Read:
     return read
 
 
-def anatomy_of(model: nn.Module, batch: Any = None) -> Anatomy | None:
-    """The anatomy of a model that may have attention, on a generated input, or on the batch where none can be made.
+def anatomy_of(model: nn.Module) -> Anatomy | None:
+    """The anatomy of a model that may have attention, on a generated input.
 
     None where it has none or nothing can run it.
     """
     graph = trace(model, training=False)
     if not may_attend(graph):
         return None
-    given = input_of(model, batch)
+    given = SameFunction(model, None)
     if given.input is None:
         return None
     try:

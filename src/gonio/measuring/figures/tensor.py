@@ -27,9 +27,8 @@ from gonio.geometry.conv_operator import periodic_grid
 from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
 from gonio.geometry.views import PLAIN
-from gonio.measuring.exports import are, counted
 from gonio.measuring.reading.entry import MAYBE_PADDING, TensorEntry, are_sinusoids, numbers_of, why_no_filters
-from gonio.messages import fixed, say
+from gonio.messages import are, counted, fixed, say
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import listing
-from gonio.measuring.exports import counted
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import TensorMeasurement
@@ -25,7 +24,7 @@ from gonio.measuring.findings.rules import (
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.entry import FACTOR, LOW_RANK
-from gonio.messages import say
+from gonio.messages import counted, say
 
 
 def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None) -> tuple[Finding, ...]:

@@ -21,13 +21,12 @@ from gonio.errors import UnknownNameError
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR
-from gonio.measuring.exports import are, counted
 from gonio.measuring.figures.structure import ModelFacts
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
-from gonio.measuring.findings.prescriptions import prescriptions, success_rate
+from gonio.measuring.findings.remedies import Prescription, success_rate
 from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
-from gonio.messages import Message, fixed, joined, local, say
+from gonio.messages import Message, are, counted, fixed, joined, local, say
 
 PLACES = 8  # findings of one rule that a terminal shows
 LEVELS = ("info", "warn", "error")
@@ -65,15 +64,24 @@ class RuleText:
         chance: the value for random weights.
         exact: why the rule has no false alarms, for one that reads facts instead of judging a figure; the rate of
             the others is measured.
+        calibrated: whether the rate of false alarms was measured.
+        treatment: the names of the remedies in the order in which they are tried, or why there are none.
     """
 
     level: str
     title: str
     means: str
     do: str
+    treatment: str | Sequence[str]
     source: str
     chance: str = ""
     exact: str = ""
+    calibrated: bool = True
+
+    @property
+    def prescription(self) -> Prescription:
+        """What `gonio.doctor` does about a finding."""
+        return Prescription.of(self.treatment)
 
 
 @cache
@@ -82,11 +90,11 @@ def rule_texts() -> Mapping[str, RuleText]:
     import yaml  # only a finding or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
-    plainly = ("level", "source")  # a name that code compares, and a reference
-    return {
-        code: RuleText(**{name: said if name in plainly else fixed(said) for name, said in text.items()})
-        for code, text in yaml.safe_load(content).items()
-    }
+    plainly = ("level", "calibrated", "treatment", "source")  # what code reads, and a reference
+    texts: dict[str, dict[str, Any]] = yaml.safe_load(content)
+    for text in texts.values():
+        text.update({name: fixed(said) for name, said in text.items() if name not in plainly})
+    return {code: RuleText(**text) for code, text in texts.items()}
 
 
 Check = Callable[[Subject], str | None]
@@ -223,7 +231,8 @@ def explain(code: str | Finding) -> str:
         raise UnknownNameError("rule", name, RULES)
     text = rule.text
     alarms = say("none by construction: {why}", why=text.exact) if text.exact else _rate(rule.code)
-    treated = joined([prescriptions()[rule.code].said, *success_rate(rule.code)], " ")
+    prescription = text.prescription
+    treated = joined([prescription.said, *(success_rate(rule.code) if prescription.remedies else ())], " ")
     lines = [
         say("{code} ({level}): {title}", code=rule.code, level=fixed(text.level), title=text.title),
         "",
@@ -251,7 +260,7 @@ def _rate(code: str) -> Message:
     if seen is not None:
         told = {"alarms": seen["alarms"], "cases": seen["cases"], "of": fixed(seen["of"]), "upper": 100 * seen["upper"]}
         return say("{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).", **told)
-    if code not in measured_rates()["random"]["rules"]:
+    if not rule_texts()[code].calibrated:
         return say("not measured; the threshold is a choice.")
     said = []
     named = {"random": say("randomly initialised models"), "trained": say("trained networks")}

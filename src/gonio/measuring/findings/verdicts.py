@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from gonio.measuring.exports import counted
 from gonio.measuring.findings.rules import Finding
-from gonio.messages import Message, joined, say
+from gonio.messages import Message, counted, joined, say
 
 
 def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "layer") -> Message:

@@ -17,7 +17,6 @@ from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
 from gonio.measuring.reading.safetensors_files import damaged
 
-SUFFIX = ".npz"
 _LARGEST_RATIO = 1100  # of the bytes of a member to those it is stored in; deflate reaches 1032
 
 

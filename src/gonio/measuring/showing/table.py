@@ -133,6 +133,25 @@ class Table(Mapping[str, Row], ABC):
         return names, [[getattr(tensor, name) for name in names] for tensor in self.tensors]
 
 
+class PagedTable(Table[Row]):
+    """A table that is a page as well."""
+
+    def to_html(self, *, command: str = "", date: str = "") -> str:
+        """One self-contained page that loads nothing; its script sorts, filters and opens rows.
+
+        Args:
+            command, date: shown on the page, so that the same can be measured again.
+        """
+        return self._page(whole=True, made=(("Date", date), ("Command", command)))
+
+    def _repr_html_(self) -> str:
+        return self._page(whole=False, made=())
+
+    @abstractmethod
+    def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
+        """The page, or the part of it that a notebook shows."""
+
+
 def reasons(tensors: Sequence[Any]) -> Message:
     """The number of these tensors, and the reasons of the first five."""
     if not tensors:

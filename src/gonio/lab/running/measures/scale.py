@@ -16,7 +16,8 @@ from gonio.lab.running.measures import FinishedRun, measure
 from gonio.lab.running.measures.scores import score_of
 from gonio.nn import DecoupledConv2d, angular, magnitude
 from gonio.seeding import generator
-from gonio.surgery import balance_, equivalent, swap_
+from gonio.surgery import balance_, equivalent, fold_, rotate_, swap_
+from gonio.surgery.turns import STREAM, keeping_mean, turns_of
 
 PROBES = 256  # test examples on which a measure that needs gradients, signals or attacks is computed
 _SAME = 1e-9  # largest relative deviation of outputs in float64 that counts as the same function
@@ -70,6 +71,50 @@ def int8_accuracy(run: FinishedRun, *, spread: float = 0.0, balance: bool = Fals
         if bits:
             weight.copy_(fake_quantize(weight, bits=bits, per="tensor"))
     return score_of(run, model.to(next(run.model.parameters()).dtype))
+
+
+@measure("bits", worst=8.0, better="min")
+@torch.no_grad()
+def int4_bits(run: FinishedRun, *, axes: str = "own", turn: bool = False, bits: int = 4) -> float:
+    """Bits per byte of the test split with every linear layer rounded to integers of one scale per tensor.
+
+    Gains of norms are folded into the layers first. The function stays until the weights are rounded, or the run fails.
+
+    Args:
+        axes: `own`; or `principal`, the residual stream is turned first so that its channels are the singular vectors
+            of all that reads and writes it: few channels are large.
+        turn: then, it is turned with :func:`gonio.rotate_`. bits: of the integers, 0 for no rounding.
+    """
+    model, example = copy.deepcopy(run.model).double().eval(), run.task.test.inputs[:4]
+    before = copy.deepcopy(model)
+    fold_(model, example=example, gains=True)
+    if axes == "principal":
+        along_principal_axes_(model, example)
+    if turn:
+        rotate_(model, ("stream",), example=example, seed=run.seed)
+    found = equivalent(before, model, example=example)
+    if found.relative > _SAME:
+        raise NotApplicableError(
+            "moving outliers", "", f"its outputs change ({found})", "Use a norm before each block."
+        )
+    for module, weight in weights_of(model):
+        if bits and isinstance(module, nn.Linear):
+            weight.copy_(fake_quantize(weight, bits=bits, per="tensor"))
+    return score_of(run, model.to(next(run.model.parameters()).dtype))
+
+
+@torch.no_grad()
+def along_principal_axes_(model: nn.Module, example: Any) -> None:
+    """Turn each residual stream so that its channels are the singular vectors of the weights that read and write it."""
+    found = turns_of(model, example, (STREAM,))
+    for each in found.able:
+        slots = [slot for slot in each.slots[0] if found.parameters[slot.tensor].ndim > 1]
+        rows = torch.cat([found.parameters[s.tensor].double().movedim(s.dim, -1).flatten(0, -2) for s in slots])
+        free = keeping_mean(torch.eye(each.size - 1)) if each.keeps_mean else torch.eye(each.size).double()
+        axes = torch.linalg.svd((rows @ free)[:, int(each.keeps_mean) :], full_matrices=False)[2]
+        turned = keeping_mean(axes) if each.keeps_mean else axes
+        for name in each.tensors:
+            found.parameters[name].copy_(each.turned(name, found.parameters[name], [turned]))
 
 
 def _moved(model: nn.Module, run: FinishedRun, *, move: str, level: str, spread: float) -> None:

@@ -1,6 +1,6 @@
-"""Effective weights in float64, filter by filter, from the formulas and from how torch's layers compute.
+"""Effective weights in float64, filter by filter, from the formulas and from how torch's layers compute; and cases.
 
-Nothing here is shared with the library: filters are found by asking the layer which weight entries an
+The formulas share nothing with the library: filters are found by asking the layer which weight entries an
 output channel reads, and reductions are loops over filters.
 """
 
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from catalog.cases import ParametrizationCase
+from gonio import parametrizations as P
 
 
 def filter_masks(layer: nn.Module) -> list[tuple[int, Tensor]]:
@@ -194,3 +199,67 @@ def _polar_factor(matrix: Tensor) -> Tensor:
     if matrix.shape[0] > matrix.shape[1]:
         return _polar_factor(matrix.T).T
     return _inverse_root(matrix @ matrix.T) @ matrix
+
+
+# --- the cases ------------------------------------------------------------------------------------
+
+
+_CORNERS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(6, 4),
+    "Conv2d": lambda: nn.Conv2d(3, 5, 3, stride=2, padding=1),
+    "grouped Conv2d": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "ConvTranspose2d": lambda: nn.ConvTranspose2d(4, 6, 3, groups=2),
+}
+
+
+def _on_corners(
+    name: str,
+    make: Callable[[], Any],
+    reference: Callable[[nn.Module, Tensor], Tensor],
+    *,
+    keeps_weight: bool = False,
+    corners: tuple[str, ...] = tuple(_CORNERS),
+) -> list[ParametrizationCase]:
+    same = {"make": make, "reference": reference, "keeps_weight": keeps_weight}
+    return [ParametrizationCase(name=f"{name} on {corner}", layer=_CORNERS[corner], **same) for corner in corners]
+
+
+PARAMETRIZATIONS = [
+    *_on_corners("Sphere", lambda: P.Sphere(radius=1.5), lambda m, v: sphere(m, v, 1.5)),
+    *_on_corners("WeightNorm", P.WeightNorm, weight_norm, keeps_weight=True),
+    *_on_corners("SpectralNorm", lambda: P.SpectralNorm(norm=1.5), lambda m, v: 1.5 * spectral(m, v)),
+    *_on_corners(
+        "SpectralNorm at most 0.3",
+        lambda: P.SpectralNorm(at_most=0.3),
+        lambda m, v: spectrally_bounded(m, v, 0.3),
+        corners=("Linear", "grouped Conv2d"),
+    ),
+    *_on_corners(
+        "SpectralNorm at most 50",
+        lambda: P.SpectralNorm(at_most=50.0),
+        lambda m, v: spectrally_bounded(m, v, 50.0),
+        keeps_weight=True,
+        corners=("Conv2d",),
+    ),
+    *_on_corners("Orthogonal", P.Orthogonal, orthogonal),
+    *_on_corners("OrthogonalConv", P.OrthogonalConv, orthogonal_conv),
+    *_on_corners("WeightStandardization", P.WeightStandardization, standardized),
+    *_on_corners(
+        "scaled WeightStandardization",
+        lambda: P.WeightStandardization(scale="fan_in", gain=1.7, learn_gain=True),
+        centred,
+        corners=("Linear", "ConvTranspose2d"),
+    ),
+    *_on_corners(
+        "SpectralNorm of conv",
+        lambda: P.SpectralNorm(view="conv"),
+        conv_spectral,
+        corners=("Conv2d", "grouped Conv2d", "ConvTranspose2d"),
+    ),
+    *_on_corners(
+        "SpectralNorm of conv at most 0.3",
+        lambda: P.SpectralNorm(view="conv", at_most=0.3),
+        lambda m, v: conv_spectrally_bounded(m, v, 0.3),
+        corners=("Conv2d",),
+    ),
+]

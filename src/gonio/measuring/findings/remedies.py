@@ -1,12 +1,12 @@
-"""Prescriptions: what to do about the findings of each rule, as data, or why nothing is done.
+"""Remedies: what `gonio.doctor` does about the findings of a rule, as data, or why it does nothing.
 
-`gonio.doctor` fills them; `gonio explain CODE` shows them. The registry is `prescriptions.yaml`.
+`gonio explain CODE` shows them. `rules.yaml` names those of each rule, and `remedies.yaml` says what they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -63,6 +63,11 @@ class Prescription:
     remedies: tuple[Remedy, ...] = ()
     none: str = ""
 
+    @classmethod
+    def of(cls, treatment: str | Sequence[str]) -> Prescription:
+        """That of the names of remedies, or of the reason why there is none."""
+        return cls(none=treatment) if isinstance(treatment, str) else cls(tuple(_remedies()[n] for n in treatment))
+
     def __str__(self) -> str:
         return str(self.said)
 
@@ -76,24 +81,18 @@ class Prescription:
 
 
 @cache
-def prescriptions() -> Mapping[str, Prescription]:
-    """The prescription of every rule, by code."""
+def _remedies() -> Mapping[str, Remedy]:
     import yaml  # only a treatment or an explanation needs it
 
-    content = (resources.files("gonio.measuring.findings") / "prescriptions.yaml").read_text(encoding="utf-8")
-    entries = yaml.safe_load(content)
-    remedies = {name: Remedy(**fields) for name, fields in entries.pop("remedies").items()}
-    return {
-        code: Prescription(none=given) if isinstance(given, str) else Prescription(tuple(remedies[n] for n in given))
-        for code, given in entries.items()
-    }
+    content = (resources.files("gonio.measuring.findings") / "remedies.yaml").read_text(encoding="utf-8")
+    return {name: Remedy(**fields) for name, fields in yaml.safe_load(content).items()}
 
 
 def success_rate(code: str) -> list[Message]:
     """What became of the damages that were planted and found by a rule (`benchmarks/doctor.py`); empty if none were."""
     text = (resources.files("gonio.measuring.findings") / "treatments.json").read_text(encoding="utf-8")
     seen = json.loads(text).get(code)
-    if seen is None or not prescriptions()[code].remedies:
+    if seen is None:
         return []
     return [
         say(

@@ -1,7 +1,7 @@
-"""Decoupled layers from their definition, in float64: explicit patches, norms, angles.
+"""Decoupled layers from their definition, in float64: explicit patches, norms, angles; and their cases.
 
 Liu et al., "Decoupled Networks" (CVPR 2018): y = h(‖w‖, ‖x‖) g(θ) + b for every filter and patch. No
-convolution is used: patches are cut out tap by tap.
+convolution is used: patches are cut out tap by tap. The formulas share nothing with the library.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from catalog.cases import LayerCase, LayerChange
+from gonio import nn as gnn
 
 
 def magnitude(kind: object, norm: Tensor, c: Mapping[str, Tensor]) -> Tensor:
@@ -180,3 +183,170 @@ def _transposed(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight,
         mask.repeat(1, inputs, 1, *(1 for _ in size)).flatten(1, 2).unsqueeze(1),
     )
+
+
+# --- the cases ------------------------------------------------------------------------------------
+
+
+def _filters_scaled(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """Every filter times 3; all filters alike, so that it also holds for transposed convolutions."""
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    return layer, x
+
+
+def _filters_flipped(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    with torch.no_grad():
+        layer.weight.neg_()
+    return layer, x
+
+
+def _input_doubled(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    return layer, 2 * x
+
+
+_SCALINGS: Mapping[str, LayerChange] = {"filters scaled": _filters_scaled, "input doubled": _input_doubled}
+_SIGNS: Mapping[str, LayerChange] = {"filters flipped": _filters_flipped}
+_BOTH_FLIPPED: Mapping[str, LayerChange] = {"filters and input flipped": lambda f, x: _filters_flipped(f, -x)}
+
+
+def _decoupled(
+    name: str,
+    make: Callable[[], nn.Module],
+    *shape: int,
+    keeps: Sequence[str] = ("filters scaled",),
+) -> LayerCase:
+    """A decoupled layer; `keeps` names the scalings that leave its output as it is. All others change it."""
+    return LayerCase(
+        name=name,
+        make=make,
+        shape=shape,
+        reference=decoupled,
+        invariances={name: change for name, change in _SCALINGS.items() if name in keeps} | _BOTH_FLIPPED,
+        sensitivities={name: change for name, change in _SCALINGS.items() if name not in keeps} | _SIGNS,
+        channels_last=len(shape) == 4,
+        couples_batch=getattr(make().operator.magnitude, "radius_in", "absolute") == "mean_norm",
+    )
+
+
+LAYERS = [
+    _decoupled(
+        "DecoupledLinear",
+        lambda: gnn.DecoupledLinear(5, 4),
+        *(3, 5),
+        keeps=tuple(_SCALINGS),  # the radius is measured in mean norms, so it doubles too
+    ),
+    _decoupled(
+        "DecoupledLinear, linear in the angle, tanh of both norms",
+        lambda: gnn.DecoupledLinear(
+            5,
+            4,
+            magnitude=gnn.magnitude.Tanh(radius=2.0, radius_in="absolute"),
+            angular=gnn.angular.Linear(),
+            weighted="tanh_each",
+        ),
+        *(3, 5),
+        keeps=(),
+    ),
+    _decoupled(
+        "DecoupledConv1d, logarithm, sigmoid",
+        lambda: gnn.DecoupledConv1d(
+            4,
+            6,
+            3,
+            padding=1,
+            padding_mode="circular",
+            magnitude=gnn.magnitude.Logarithm(alpha=1.5),
+            angular=gnn.angular.Sigmoid(),
+        ),
+        *(2, 4, 7),
+    ),
+    _decoupled(
+        "DecoupledConv2d, groups, stride, dilation",
+        lambda: gnn.DecoupledConv2d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2),
+        *(2, 4, 7, 6),
+        keeps=tuple(_SCALINGS),
+    ),
+    _decoupled(
+        "DecoupledConv2d, learned ball, uneven padding",
+        lambda: gnn.DecoupledConv2d(
+            3,
+            4,
+            2,
+            padding="same",
+            bias=False,
+            magnitude=gnn.magnitude.Ball(radius=2.0, learn_radius=True, radius_in="absolute"),
+        ),
+        *(2, 3, 5, 5),
+    ),
+    _decoupled(
+        "DecoupledConv2d, sphere, linear in the angle",
+        lambda: gnn.DecoupledConv2d(3, 4, 3, magnitude=gnn.magnitude.Sphere(alpha=2.0), angular=gnn.angular.Linear()),
+        *(2, 3, 5, 5),
+        keeps=tuple(_SCALINGS),
+    ),
+    _decoupled(
+        "DecoupledConv2d, all learned, squared cosine, weighted",
+        lambda: gnn.DecoupledConv2d(
+            3,
+            4,
+            3,
+            padding=1,
+            padding_mode="reflect",
+            magnitude=gnn.magnitude.Segmented(learn_radius=True, learn_alpha=True, learn_beta=True),
+            angular=gnn.angular.SquaredCosine(),
+            weighted="linear",
+        ),
+        *(2, 3, 5, 4),
+        keeps=(),
+    ),
+    _decoupled(
+        "DecoupledConv2d, convolution with ReLU",
+        lambda: gnn.DecoupledConv2d(
+            *(3, 4, 3),
+            padding=1,
+            bias=False,
+            magnitude=gnn.magnitude.Linear(),
+            angular=gnn.angular.RectifiedCosine(),
+            weighted="linear",
+        ),
+        *(2, 3, 5, 4),
+        keeps=(),
+    ),
+    _decoupled(
+        "DecoupledConv2d, depthwise, tanh of the product",
+        lambda: gnn.DecoupledConv2d(4, 4, 3, padding=1, groups=4, weighted="tanh_product"),
+        *(2, 4, 5, 5),
+        keeps=("input doubled",),
+    ),
+    _decoupled(
+        "DecoupledConv2d, unit filters",
+        lambda: gnn.DecoupledConv2d(3, 4, 3, magnitude=gnn.magnitude.Linear(alpha=0.5, learn_alpha=True)),
+        *(2, 3, 5, 5),
+    ),
+    _decoupled(
+        "DecoupledConv3d, mixed",
+        lambda: gnn.DecoupledConv3d(2, 3, 2, magnitude=gnn.magnitude.Mixed()),
+        *(2, 2, 3, 4, 3),
+    ),
+    _decoupled(
+        "DecoupledConvTranspose1d, ball",
+        lambda: gnn.DecoupledConvTranspose1d(
+            4, 6, 4, stride=3, groups=2, magnitude=gnn.magnitude.Ball(), angular=gnn.angular.SquaredCosine()
+        ),
+        *(2, 4, 5),
+        keeps=tuple(_SCALINGS),
+    ),
+    _decoupled(
+        "DecoupledConvTranspose2d, weighted",
+        lambda: gnn.DecoupledConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1, weighted="linear"),
+        *(2, 3, 3, 4),
+        keeps=("input doubled",),
+    ),
+    _decoupled(
+        "DecoupledConvTranspose3d, sphere",
+        lambda: gnn.DecoupledConvTranspose3d(2, 3, 2, magnitude=gnn.magnitude.Sphere()),
+        *(2, 2, 2, 3, 2),
+        keeps=tuple(_SCALINGS),
+    ),
+]
