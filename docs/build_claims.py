@@ -1,4 +1,6 @@
-"""Writes docs/claims/*.md, pictures and two tables from the committed results in benchmarks/results/claims/full.json.
+"""Writes docs/claims/*.md, pictures, the verdicts that commands list, and two tables.
+
+All follow from the committed results in benchmarks/results/claims/full.json.
 
 The table of methods in README.md and the counts in docs/index.md lie between the comments `<!-- claims -->` and
 `<!-- /claims -->`. docs/claims/corrections.md is written by hand.
@@ -36,6 +38,7 @@ from gonio.pages import standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = committed.RESULTS, ROOT / "docs" / "claims"
+RECORDED = ROOT / "src" / "gonio" / "lab" / "claims" / "recorded.json"  # for the lists of the command line
 HEAD = "<!-- Written by docs/build_claims.py from benchmarks/results/claims; do not edit. -->"
 # The README's table: a method, a claim about what it does, and its row of whole training steps, if it acts there.
 METHODS = (
@@ -61,6 +64,8 @@ def pages() -> dict[Path, str]:
                 svg = picture(one) if one else ""
                 written |= {PAGES / "images" / f"{name}.svg": standalone(svg) + "\n"} if svg else {}
         written[PAGES / f"{committed.PAGE[seed]}.md"] = "\n".join(lines) + "\n"
+    shown = {name: {"verdict": one.verdict, "effect": effect_text(one)} for name, one in found.items()}
+    written[RECORDED] = json.dumps(shown, ensure_ascii=False, indent=1) + "\n"
     head = [HEAD, "# What the papers claim, tried here", ""]
     lines = [*head, _counts(found), "", *_RULES, "", _CORRECTIONS, "", *_tables(found), "", *_noise(found), "",
              *_other_seeds()]  # fmt: skip

@@ -126,6 +126,36 @@ def markdown_table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> lis
     return [f"| {' | '.join(row)} |" for row in cells]
 
 
+def display_width(text: str) -> int:
+    """Columns of a terminal that a text takes: 2 for an East Asian wide character, 0 for a combining mark.
+
+    Example:
+        >>> from gonio.escaping import display_width
+        >>> display_width("norm"), display_width("范数")
+        (4, 4)
+    """
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in ("W", "F") else 1 for c in text
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
+    """Rows as lines in which every column starts, or at these places ends, in the same column of a terminal.
+
+    Example:
+        >>> from gonio.escaping import aligned
+        >>> aligned([("范数", "1"), ("a", "20")], right=[1])
+        ['范数   1', 'a     20']
+    """
+    ends, widths = {*right}, [max(map(display_width, column)) for column in zip(*rows, strict=True)]
+
+    def cell(text: str, at: int) -> str:
+        gap = " " * (widths[at] - display_width(text))
+        return f"{gap}{text}" if at in ends else f"{text}{gap}"
+
+    return ["  ".join(cell(text, at) for at, text in enumerate(row)).rstrip() for row in rows]
+
+
 def printed(table: RenderableType) -> str:
     """What rich prints without colours, as wide as the terminal, or 100 columns where there is none."""
     from rich.console import Console  # `gonio --help` does without it

@@ -11,11 +11,16 @@ from typing import Any
 
 import jinja2
 import yaml
+from typer.main import get_command
 
+from gonio.cli import app
+from gonio.cli.explain import Listed, rows_of
+from gonio.cli.helping import paragraphs_of
 from gonio.lab.claims.claim import SCOPES
 from gonio.lab.claims.result import WORDS
 from gonio.lab.showing import tables
 from gonio.lab.showing.claims import _MARKS
+from gonio.measuring.figures.heads import ROLES
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "gonio"
 # The arguments that are texts, by the function that takes them: their places, or the names of keywords.
@@ -24,9 +29,11 @@ TEXTS: dict[str, tuple[int | str, ...]] = {
     "fixed": (0,),
     "local": (0,),
     "Message": (1,),
-    "Column": (2, "explanation"),
-    "C": (2, "explanation"),
-    "figure": (1,),
+    "Column": (1, 2, "title", "explanation"),
+    "C": (1, 2, "explanation"),
+    "figure": (0, 1),
+    "rounding": (0, 1),
+    "bare_table": (0, 1),
     "Lane": (0, 1),
     "joined": (1, "by", "last"),
     "progress": (0,),
@@ -43,6 +50,7 @@ ERRORS: dict[str, tuple[int | str, ...]] = {
     "NotApplicableError": (0, 2, 3, "action"),
 }
 IN_ERRORS = ("cli/", "models/", "measuring/reading/source.py", "measuring/reading/formats/", "measuring/checking/")
+OF_TYPER = ("install_completion", "show_completion")  # options with helps of its own
 NOUNS = {"counted": 1, "verdict": 2}  # the place of a noun that a number stands before
 
 
@@ -58,6 +66,10 @@ def marked() -> dict[str, str]:
             found.setdefault(text, path.name)
     for words in (_MARKS, tables._MARKS, *WORDS.values()):  # verdicts, which code compares
         found |= dict.fromkeys((*words, *words.values()) if words in WORDS.values() else words, "verdicts")
+    found |= dict.fromkeys(ROLES, "heads.py")
+    found |= dict.fromkeys(helps(), "--help")
+    listed = (text for kind in ("recipes", "tasks", "models") for _, text in rows_of(Listed(kind)))
+    found |= dict.fromkeys(listed, "gonio list")
     found |= dict.fromkeys((*SCOPES, "finished", "points", "percent", "variance"), "words in results")
     findings = SOURCE / "measuring" / "findings"
     for name, plainly in (("rules.yaml", ("level", "source")), ("remedies.yaml", ("verb",))):
@@ -67,6 +79,15 @@ def marked() -> dict[str, str]:
     for case in rates["cases"].values():
         found.setdefault(case["of"], "false_alarms.json")
     return {" ": "__init__.py", **{text: place for text, place in found.items() if has_words(text)}}
+
+
+def helps() -> Iterator[str]:
+    """What `--help` shows of every command: its paragraphs, and the helps of its options and arguments."""
+    program: Any = get_command(app)
+    for command in (program, *program.commands.values()):
+        own = [each.help for each in command.params if each.name not in OF_TYPER]
+        for text in (command.help, command.epilog, *own):
+            yield from paragraphs_of(text or "")
 
 
 def has_words(text: str) -> bool:
@@ -97,6 +118,8 @@ def _constants(node: ast.AST | None) -> Iterator[str]:
         yield node.value
     elif isinstance(node, ast.IfExp):
         yield from (*_constants(node.body), *_constants(node.orelse))
+    elif isinstance(node, (ast.List, ast.Tuple)):
+        yield from (text for each in node.elts for text in _constants(each))
 
 
 def _of_template(text: str) -> Iterator[str]:

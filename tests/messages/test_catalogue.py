@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from pathlib import Path
 
@@ -25,6 +26,23 @@ def fields(template: str) -> dict[str, str]:
 def test_no_text_lacks_a_translation() -> None:
     missing = {text: place for text, place in MARKED.items() if text not in CATALOGUE}
     assert not missing, "\n".join(f"{place}: {text}" for text, place in missing.items())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Seed of the random numbers.",
+        "timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory; default: the task's own.",
+        "coher.",
+        "query",
+        "over time",
+        "untreated",
+        "quartiles",
+        "A Vae for images of 8 × 8.",
+    ],
+)
+def test_helps_titles_and_lists_are_held(text: str) -> None:
+    assert text in MARKED
 
 
 def test_no_translation_is_left_over() -> None:
@@ -55,9 +73,26 @@ def test_every_sentence_is_translated() -> None:
     assert [text for text in CATALOGUE if len(text) > 40 and text not in chinese] == []
 
 
-PAGES = [path for folder in ("measuring", "lab/showing") for path in sorted((SOURCE / folder).rglob("*.j2"))]
+GLOSSARY = SOURCE.parents[1] / "docs" / "zh" / "glossary.md"
+
+
+def glossary() -> list[tuple[list[str], list[str]]]:
+    """The Chinese and the English terms of each row."""
+    lines = [line for line in GLOSSARY.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in re.sub("（[^|]*", "", line).split("|")[1:3]] for line in lines]
+    return [(chinese.split("、"), english.split(", ")) for chinese, english in rows]
+
+
+def test_a_term_is_that_of_the_glossary() -> None:
+    terms = {term: chinese for chinese, english in glossary() for term in english if term in CATALOGUE}
+    assert len(terms) > 20
+    assert {term: CATALOGUE[term] for term, chinese in terms.items() if CATALOGUE[term] not in chinese} == {}
+
+
+FOLDERS = ("measuring", "lab/showing", "lab/treating")
+PAGES = [path for folder in FOLDERS for path in sorted((SOURCE / folder).rglob("*.j2"))]
 # What a page says outside of marked texts: names of figures and of this program, and symbols.
-PLAIN_WORDS = {"a", "gonio", "measure", "reproduce", "sin", "widths", "Tracker", "rad"}
+PLAIN_WORDS = {"a", "gonio", "doctor", "measure", "reproduce", "sin", "widths", "Tracker", "rad"}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

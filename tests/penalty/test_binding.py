@@ -281,6 +281,25 @@ def test_check_finds_what_the_optimizer_does_twice_or_not_at_all() -> None:
     ]
 
 
+def test_check_finds_a_penalty_above_the_loss() -> None:
+    model = network()
+    penalty, optimizer = (
+        Penalty(model, [("5", R.L2(1e-3)), (nn.Conv2d, R.L2(10.0))]),
+        torch.optim.SGD(model.parameters()),
+    )
+    with pytest.raises(InvalidArgumentError, match=r"takes the penalty of the last call; found none\. Call it first"):
+        penalty.check(optimizer, loss=1.0)
+    total = float(penalty().detach())
+    assert penalty.check(optimizer, loss=1.01 * total) == []
+    assert penalty.check(optimizer) == []
+    label, most = max(penalty.values().items(), key=lambda item: item[1])
+    (said,) = penalty.check(optimizer, loss=torch.tensor(0.5 * total))
+    assert said == (
+        f"the penalty is {total:.3g} and the loss {0.5 * total:.3g}, so that training follows the penalty; lower its "
+        f"strengths, most of all that of {label} ({most:.3g})"
+    )
+
+
 def test_check_refuses_steps_past_zero() -> None:
     """E1: ηλ larger than the floor allows."""
     model = network()

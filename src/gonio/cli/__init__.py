@@ -7,6 +7,7 @@ imports of what it runs.
 
 from gonio.cli import check, compare, cost, doctor, explain, measure, recipe, report, reproduce
 from gonio.cli.app import app, main
+from gonio.cli.helping import Command
 from gonio.cli.options import with_language
 from gonio.cli.settings import COMMANDS, EPILOG
 
@@ -27,4 +28,4 @@ for _name, _command in (
     ("report", report.report),
     ("status", report.status),
 ):
-    app.command(_name, epilog=EPILOG if _name in COMMANDS else None)(with_language(_command))
+    app.command(_name, cls=Command, epilog=EPILOG if _name in COMMANDS else None)(with_language(_command))

@@ -22,6 +22,8 @@ from typer.core import TyperGroup
 
 import gonio
 from gonio.cli import settings
+from gonio.cli.helping import LocalHelp
+from gonio.cli.options import Lang
 from gonio.errors import (
     GonioError,
     Interrupted,
@@ -30,7 +32,7 @@ from gonio.errors import (
     UnknownNameError,
     closest,
 )
-from gonio.escaping import plain, printed, write_text
+from gonio.escaping import aligned, plain, printed, write_text
 from gonio.languages import language, language_of
 from gonio.messages import LANGUAGES, Message, fixed, joined, local, recognised, say, tag
 
@@ -143,7 +145,7 @@ class Terminated(BaseException):
     """SIGTERM arrived; not an Exception, so that no handler takes it for a failure."""
 
 
-class Commands(TyperGroup):
+class Commands(LocalHelp, TyperGroup):
     """Runs a command; every ending has one of the exit codes."""
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -290,8 +292,8 @@ def _show_usage(error: Any, file: Any = None) -> None:
 def _origin(context: Any, parameter: str, path: Path | None) -> str:
     """Where the value of a parameter comes from."""
     source = context.get_parameter_source(parameter)
-    names = {"COMMANDLINE": "command line", "DEFAULT_MAP": path.name if path else ""}
-    return names.get(source.name, "default") if source is not None else "default"
+    names = {"COMMANDLINE": say("command line"), "DEFAULT_MAP": path.name if path else ""}
+    return names.get(source.name, say("default")) if source is not None else say("default")
 
 
 def _exit_code(error: GonioError | OSError) -> ExitCode:
@@ -315,9 +317,8 @@ def _message(error: GonioError | OSError) -> Message:
 
 def _plan_changes(error: PlanChangedError) -> Message:
     """The differences of two plans as a table."""
-    rows = [("setting", "study", "command"), *((key, old[:60], new[:60]) for key, old, new in error.changes)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    head = tuple(map(local, (say("setting"), say("study"), say("command"))))
+    lines = aligned([head, *((key, old[:60], new[:60]) for key, old, new in error.changes)])
     return say(
         "the study has another plan:\n{lines}\nRepeat the study's settings to resume it, or choose another folder "
         "(-o NEW); only seeds and recipes can be added.",
@@ -408,6 +409,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
     ] = False,
+    lang: Lang = None,
 ) -> None:
     pass
 

@@ -318,13 +318,10 @@ def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | N
         print_out(f"\n{tested}")
         if not tested.passed:
             raise typer.Exit(ExitCode.FINDING)
-    if results.failed:
-        print_err(
-            say(
-                "{failed} of {count} runs failed; rerun the same command to try them again",
-                failed=results.failed,
-                count=len(results.runs),
-            )
-        )
+    told = {"count": len(results.runs), "refused": sum(run.refused for run in results.runs)}
+    if lost := results.failed - told["refused"]:
+        print_err(say("{failed} of {count} runs failed; rerun the same command to try them again", failed=lost, **told))
+    if told["refused"]:
+        print_err(say("runs that were refused, as they would be again: {refused} of {count}", **told))
     if results.failed or results.missing:
         raise typer.Exit(ExitCode.PARTIAL)

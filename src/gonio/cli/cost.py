@@ -11,7 +11,8 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import check_folders, print_err, print_out, save, users_code
-from gonio.messages import say
+from gonio.escaping import aligned
+from gonio.messages import local, say
 
 if TYPE_CHECKING:
     from gonio.lab.running.step_cost import StepCost
@@ -24,7 +25,7 @@ _Batch = Annotated[str, options.BATCH]
 _Optimizer = Annotated[str, typer.Option(help="Of recipes that name none, e.g. sgd, adamw or muon.", metavar="NAME")]
 _Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps.", metavar="DEVICE")]
 _Seconds = Annotated[float, typer.Option(help="Time for the measurement; three rounds are made anyway.", min=0.0)]
-_HEAD = ("recipe", "time", "quartiles", "ms", "memory", "MiB", "parameters")
+_HEAD = (say("recipe"), say("time"), say("quartiles"), say("ms"), say("memory"), "MiB", say("parameters"))
 
 
 def cost(
@@ -58,7 +59,7 @@ def cost(
         )
     if json is None:
         print_out(_table(rows))
-        how = "CPU time on one thread" if device == "cpu" else f"time on {device}"
+        how = say("CPU time on one thread") if device == "cpu" else say("time on {device}", device=device)
         print_err(
             say(
                 "{model}, batch {batch}, {optimizer}: {how}; medians and quartiles of ratios to the baseline",
@@ -75,20 +76,16 @@ def cost(
 
 def _table(rows: Sequence[StepCost]) -> str:
     """One line per recipe, in columns; a recipe that was not measured has its reason."""
-    lines = [_HEAD, *(_cells(row) for row in rows if not row.reason)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    width = max(widths[0], *(len(row.name) for row in rows))
-    shown = [
-        "  ".join([f"{line[0]:<{width}}", *(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
-    return "\n".join([*shown, *(f"{row.name:<{width}}  not measured: {row.reason}" for row in rows if row.reason)])
+    measured, others = ([row for row in rows if bool(row.reason) is lacking] for lacking in (False, True))
+    lines = aligned([[*map(local, _HEAD)], *map(_cells, measured)], right=range(1, len(_HEAD)))
+    reasons = [(row.name, local(say("not measured: {reason}", reason=row.reason))) for row in others]
+    return "\n".join([*lines, *aligned(reasons)])
 
 
 def _cells(row: StepCost) -> tuple[str, ...]:
     middle, low, high = row.time or (1.0, 1.0, 1.0)
     return (
-        row.name,
+        local(row.name),
         f"×{middle:.2f}",
         f"{low:.2f}–{high:.2f}",
         f"{row.milliseconds:.3g}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Annotated
 
@@ -11,6 +11,8 @@ import typer
 
 from gonio.cli.app import print_out
 from gonio.errors import UnknownNameError
+from gonio.escaping import aligned
+from gonio.messages import local
 
 
 class Listed(StrEnum):
@@ -43,31 +45,37 @@ def list_names(
     ] = None,
 ) -> None:
     """List recipes, tasks and models by name, the rules of findings, the columns of tables and the claims of papers."""
-    from gonio.lab.claims import load_claims
+    for shown in Listed if kind is None else [kind]:
+        if kind is None:
+            print_out(f"{shown}:")
+        for line in aligned([tuple(map(local, row)) for row in rows_of(shown)]):
+            print_out(f"{'' if kind else '  '}{line}")
+
+
+def rows_of(kind: Listed) -> list[tuple[str, ...]]:
+    """What is listed: names, each with a sentence; of rules the level too, of claims the verdict here."""
+    from gonio.lab.claims import load_claims, recorded
+    from gonio.lab.showing.claims import sentence_of
     from gonio.lab.tasks import BUILT_IN as TASKS
     from gonio.measuring.findings.rules import RULES
     from gonio.measuring.showing.columns import COLUMNS
     from gonio.models import BUILT_IN as MODELS
     from gonio.recipes import Recipe, built_in_names
 
-    listed: dict[Listed, Callable[[], list[tuple[str, str]]]] = {
-        Listed.recipes: lambda: [(name, Recipe.load(name).description) for name in built_in_names()],
-        Listed.tasks: lambda: [*((name, task.__doc__ or "") for name, task in TASKS.items()), *_OTHER_TASKS],
-        Listed.models: lambda: [*((name, model.__doc__ or "") for name, model in MODELS.items()), *_OTHER_MODELS],
-        Listed.rules: lambda: [
-            (code, f"{rule.text.level:<5}  {rule.text.title}") for code, rule in sorted(RULES.items())
-        ],
-        Listed.columns: lambda: [(column.title, column.explanation) for column in COLUMNS],
-        Listed.claims: lambda: [(claim.name, claim.claim) for claim in load_claims()],
+    rows: dict[Listed, Callable[[], Iterable[tuple[str, ...]]]] = {
+        Listed.recipes: lambda: ((name, _first(Recipe.load(name).description)) for name in built_in_names()),
+        Listed.tasks: lambda: (*((name, _first(task.__doc__ or "")) for name, task in TASKS.items()), *_OTHER_TASKS),
+        Listed.models: lambda: (*((name, _first(m.__doc__ or "")) for name, m in MODELS.items()), *_OTHER_MODELS),
+        Listed.rules: lambda: ((code, rule.text.level, rule.text.title) for code, rule in sorted(RULES.items())),
+        Listed.columns: lambda: ((column.title, column.explanation) for column in COLUMNS),
+        Listed.claims: lambda: ((c.name, recorded(c.name)[0], _first(sentence_of(c))) for c in load_claims()),
     }
-    for shown in Listed if kind is None else [kind]:
-        if kind is None:
-            print_out(f"{shown}:")
-        rows = listed[shown]()
-        width = max(len(name) for name, _ in rows)
-        for name, text in rows:
-            said = re.sub(r":\w+:`~?([^`]*)`", r"\1", text.partition(". ")[0].splitlines()[0])
-            print_out(f"{'' if kind else '  '}{name:<{width}}  {said}")
+    return list(rows[kind]())
+
+
+def _first(text: str) -> str:
+    """The first sentence of a text, without markup."""
+    return re.sub(r":\w+:`~?([^`]*)`", r"\1", text.partition(". ")[0].splitlines()[0])
 
 
 def explain(

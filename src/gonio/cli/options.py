@@ -40,7 +40,7 @@ Lang = Annotated[
     Literal["en", "zh"] | None,
     typer.Option(
         "--lang",
-        help="Language of findings, explanations, pages and errors; default: the environment's (LC_ALL, LANG).",
+        help="Language of help, tables, findings, pages and errors; default: the environment's (LC_ALL, LANG).",
         is_eager=True,
         callback=_speak,
     ),

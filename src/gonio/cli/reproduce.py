@@ -14,7 +14,8 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError
-from gonio.messages import say
+from gonio.escaping import aligned
+from gonio.messages import local, say
 
 if TYPE_CHECKING:
     from gonio.lab.claims import Claim, ClaimOptions, ClaimResults
@@ -89,11 +90,15 @@ def reproduce(
 
 
 def _list(claims: Sequence[Claim]) -> None:
-    """One line per claim: seed document, budget, scope, name and sentence."""
-    width = max(len(claim.name) for claim in claims)
-    for claim in claims:
-        budget = "not tried" if claim.budget == "none" else claim.budget
-        print_out(f"{claim.seed}  {budget:<9}  {claim.scope:<9}  {claim.name:<{width}}  {claim.claim}")
+    """One line per claim: seed document, budget, scope, name, the verdict in the committed runs, and sentence."""
+    from gonio.lab.claims import recorded
+    from gonio.lab.showing.claims import sentence_of
+
+    rows = [
+        (c.seed, "–" if c.budget == "none" else c.budget, c.scope, c.name, recorded(c.name)[0], sentence_of(c))
+        for c in claims
+    ]
+    print_out("\n".join(aligned([tuple(map(local, row)) for row in rows])))
 
 
 def _command(names: Sequence[str], chosen: ClaimOptions, output: Path) -> str:
@@ -180,8 +185,10 @@ def _run(
 
 def _check_complete(found: ClaimResults) -> None:
     """Exit with 4 if runs failed or are missing."""
-    failed = sum(one.failed for one in found.results)
-    if failed:
-        print_err(say("{failed} runs failed; rerun the same command to try them again", failed=failed))
+    failed, refused = sum(one.failed for one in found.results), sum(one.refused for one in found.results)
+    if failed > refused:
+        print_err(say("{failed} runs failed; rerun the same command to try them again", failed=failed - refused))
+    if refused:
+        print_err(say("runs that were refused, as they would be again: {refused}", refused=refused))
     if failed or any(one.missing for one in found.results):
         raise typer.Exit(ExitCode.PARTIAL)

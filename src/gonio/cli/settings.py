@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gonio.errors import ConfigError, closest, listing
+from gonio.escaping import aligned
+from gonio.messages import local, say
 
 OWN, SHARED = "gonio.toml", "pyproject.toml"
 COMMANDS = ("measure", "compare", "reproduce", "cost")
@@ -106,11 +108,9 @@ def _problem(command: str, name: str, value: Any, options: Mapping[str, str]) ->
 
 def shown(rows: Sequence[tuple[str, Any, str]], path: Path | None) -> str:
     """The settings as a table: the name, the value and where it comes from."""
-    where = os.path.relpath(path) if path is not None else "no gonio.toml, and no [tool.gonio]"
-    cells = [(name, _text(value), source) for name, value, source in rows]
-    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
-    lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in cells]
-    return "\n".join([*lines, f"file: {where}"])
+    where = os.path.relpath(path) if path is not None else say("no gonio.toml, and no [tool.gonio]")
+    lines = aligned([(name, _text(value), local(source)) for name, value, source in rows])
+    return "\n".join([*lines, local(say("file: {path}", path=where))])
 
 
 def _text(value: Any) -> str:

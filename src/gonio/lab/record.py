@@ -14,6 +14,7 @@ import torch
 from pydantic import AfterValidator, TypeAdapter
 from torch import Tensor, nn
 
+from gonio import errors
 from gonio.geometry import angles, filter_norms, layout_of, matrix_view
 from gonio.lab.plan import CLOSED
 
@@ -113,6 +114,11 @@ class RunRecord:
     robustness: Annotated[Mapping[str, Any], AfterValidator(_readable_robustness)] = field(default_factory=dict)
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def refused(self) -> bool:
+        """Whether gonio refused the run, as it would again; a failure of other code can pass."""
+        return self.status == "failed" and (self.error or "").partition(":")[0] in errors.__all__
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-able data."""

@@ -15,10 +15,10 @@ from gonio.messages import fixed, local, say
 
 TABLES: Mapping[str, tuple[Column[Any], ...]] = {
     "": columns.COLUMNS,
-    "outputs": columns.SIGNALS,
-    "the change of a weight": difference.COLUMNS,
-    "the changes of several models": several.COLUMNS,
-    "training": training.COLUMNS,
+    say("outputs"): columns.SIGNALS,
+    say("the change of a weight"): difference.COLUMNS,
+    say("the changes of several models"): several.COLUMNS,
+    say("training"): training.COLUMNS,
 }
 """The columns of every table, by what the table is of; the first is that of `gonio measure`."""
 
@@ -51,11 +51,16 @@ def explain(name: str | Finding) -> str:
     return "\n".join(found)
 
 
+def _titles(column: Column[Any]) -> set[str]:
+    """How a column is called: its title, in the language of the reader too, without a trailing point."""
+    return {title.lower() for said in (column.title, local(column.title)) for title in (said, said.rstrip("."))}
+
+
 def explained_columns(name: str) -> list[str]:
     """One line for each column with this title or name, or else whose title begins the word; empty if there is none."""
     word = name.strip().lower()
     every = [(of, column) for of, table in TABLES.items() for column in table]
-    found = [(of, column) for of, column in every if word in (column.title.lower(), column.title.lower().rstrip("."))]
+    found = [(of, column) for of, column in every if word in _titles(column)]
     found = found or [(of, column) for of, column in every if word == column.name]
     long = [(of, column) for of, column in every if len(column.title) > 2]
     found = found or [(of, column) for of, column in long if word.startswith(column.title.lower().rstrip("."))]

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gonio.escaping import json_data, markdown_cell, plain, shorten
+from gonio.escaping import display_width, json_data, markdown_cell, plain, shorten
 from gonio.measuring.figures.heads import ROLES, HeadMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
@@ -291,7 +291,7 @@ def _heads(heads: Sequence[HeadMeasurement]) -> Iterator[RenderableType]:
     blocks: dict[str, list[HeadMeasurement]] = {}
     for head in heads:
         blocks.setdefault(head.path, []).append(head)
-    table = bare_table(local("norms of heads in"), [local("heads"), *ROLES])
+    table = bare_table("norms of heads in", ["heads", *ROLES])
     for path, members in islice(blocks.items(), _BLOCKS):
         ends = ([f(getattr(head, role) for head in members) for f in (min, max)] for role in ROLES)
         table.add_row(
@@ -306,13 +306,13 @@ def _signal_table(signals: Sequence[Signal], width: int) -> RichTable:
     """One row per layer's output in as many columns as fit; those without any figure are dropped first."""
     paths = [shorten(signal.path or signal.kind) for signal in signals]
     cells = {c.name: [c.cell(signal) for signal in signals] for c in SIGNALS}
-    widths = {c.name: max(map(len, (c.title, *cells[c.name]))) + 2 for c in SIGNALS}
+    widths = {c.name: max(map(display_width, (local(c.title), *cells[c.name]))) + 2 for c in SIGNALS}
     empty = [name for name, column in cells.items() if set(column) == {"–"}]
-    left = width - max(map(len, ("output of", *paths)))
+    left = width - max(map(display_width, (local("output of"), *paths)))
     for name in (*empty, *DROPPED):
         if sum(widths.values()) > left:
             widths.pop(name, None)
-    table = bare_table(local("output of"), [column.title for column in SIGNALS if column.name in widths])
+    table = bare_table("output of", [column.title for column in SIGNALS if column.name in widths])
     for i, path in enumerate(paths):
         table.add_row(Text(path), *(cells[name][i] for name in widths))
     return table

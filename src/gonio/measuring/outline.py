@@ -19,7 +19,7 @@ from gonio.geometry import matrix_view
 from gonio.measuring.reading.entry import TensorEntry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing.table import Table
-from gonio.messages import counted
+from gonio.messages import Message, counted, joined, local
 from gonio.pages.tables import bare_table
 
 SCHEMA = "gonio.outline/1"
@@ -79,8 +79,8 @@ class Outline(Table[TensorHeader]):
         return sum(tensor.bytes or 0 for tensor in self.tensors)
 
     @property
-    def _size(self) -> str:
-        return f"{counted(len(self.tensors), 'tensor')}, {counted(self.entries, 'number')}"
+    def _size(self) -> Message:
+        return joined([counted(len(self.tensors), "tensor"), counted(self.entries, "number")])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-able data; `schema` names its version."""
@@ -97,9 +97,10 @@ class Outline(Table[TensorHeader]):
         return f"<Outline of {plain(self.source)}: {self._size}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(f"{plain(self.source)}: {self._size}, {_size(self.bytes)}", style="bold")
+        said = joined([self._size, _size(self.bytes)])
+        yield Text(f"{plain(self.source)}: {local(said)}", style="bold")
         for note in self.notes:
-            yield Text(plain(note), style="dim")
+            yield Text(plain(local(note)), style="dim")
         kinds = Counter(tensor.dtype for tensor in self.tensors if tensor.dtype)
         yield Text(", ".join(f"{n} {plain(dtype)}" for dtype, n in kinds.most_common()), style="dim")
         yield Text("")
@@ -108,12 +109,12 @@ class Outline(Table[TensorHeader]):
             cells = ["–"] * 4
             if t.shape is not None:
                 size = "–" if t.bytes is None else _size(t.bytes)
-                cells = ["×".join(map(str, t.shape)) or "one number", plain(t.dtype), f"{t.entries:,}", size]
+                cells = ["×".join(map(str, t.shape)) or local("one number"), plain(t.dtype), f"{t.entries:,}", size]
             table.add_row(Text(shorten(t.name, longest=max(12, options.max_width // 2))), *cells)
         yield table
         for t in self.tensors:
             if t.shape is None:
-                yield Text(f"{plain(t.name)}: {plain(t.reason) or 'computed'}", style="dim")
+                yield Text(f"{plain(t.name)}: {plain(local(t.reason)) or local('computed')}", style="dim")
 
 
 def _size(count: int) -> str:

@@ -61,6 +61,12 @@ def fixed(text: str) -> Message:
     return text if isinstance(text, Message) else Message(str(text), str(text))
 
 
+def said_by(error: Exception) -> Message:
+    """What an exception says, as the message that it was made of where there is one."""
+    first = error.args[0] if error.args else ""
+    return first if isinstance(first, Message) else Message(str(error))
+
+
 def counted(number: int, noun: str) -> Message:
     """A number and its noun, which agree.
 

@@ -80,6 +80,7 @@ _WORDS = {
     "placeholder": say("name, type or code"),
     "search": say("Search"),
     "type": say("Type of layer"),
+    "kind": say("type"),
     "all": say("all types"),
     "rows": say("{} of {} rows"),
     "find": say("search"),

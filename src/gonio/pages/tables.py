@@ -92,12 +92,12 @@ class TextTable:
 
 
 def bare_table(first: str = "", titles: Sequence[str] = (), **options: Any) -> RichTable:
-    """An empty table without borders: names on the left, figures on the right."""
+    """An empty table without borders: names on the left, figures on the right; titles in the reader's language."""
     from rich.table import Table as RichTable
 
     table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     if first:
-        table.add_column(first, no_wrap=True, **options)
+        table.add_column(local(first), no_wrap=True, **options)
     for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(local(title), justify="right", no_wrap=True)
     return table

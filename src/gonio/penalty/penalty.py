@@ -179,13 +179,18 @@ class Penalty:
             for name, part in parts.items()
         }
 
-    def check(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Conflicts between this penalty and an optimizer, one sentence each.
+    def check(self, optimizer: torch.optim.Optimizer, *, loss: float | Tensor | None = None) -> list[str]:
+        """Conflicts between this penalty and an optimizer or a loss, one sentence each.
 
-        Finds weights that the optimizer does not have, and weights that its weight decay shrinks as well.
+        Finds weights that the optimizer does not have, weights that its weight decay shrinks as well, and a penalty
+        that is larger than the loss of the task.
+
+        Args:
+            loss: of the same step as the last call of the penalty, without the penalty.
 
         Raises:
-            InvalidArgumentError: if a step of SGD could carry a weight under :class:`ScaleShift` past zero.
+            InvalidArgumentError: if a step of SGD could carry a weight under :class:`ScaleShift` past zero, or for a
+                loss before the first call.
 
         Example:
             >>> layer = nn.Linear(4, 4)
@@ -194,7 +199,7 @@ class Penalty:
             ["weight/L2: the optimizer's weight decay shrinks this weight as well"]
         """
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        found = []
+        found = [] if loss is None else self._above(float(loss))
         for term in self._terms:
             known = [groups[id(p)] for p in term.weight.parameters() if id(p) in groups]
             if not known and not term.weight.frozen:
@@ -206,6 +211,21 @@ class Penalty:
             for group in known:
                 term.regularizer.check_step(term.label, optimizer, group)
         return found
+
+    def _above(self, loss: float) -> list[str]:
+        """One sentence if the penalty of the last call is larger than the loss."""
+        values = self.values()
+        if not values:
+            raise InvalidArgumentError(
+                "Penalty.check(loss=) takes the penalty of the last call", "none", "Call it first."
+            )
+        total, largest = sum(values.values()), max(values, key=values.__getitem__)
+        if total <= abs(loss):
+            return []
+        return [
+            f"the penalty is {total:.3g} and the loss {loss:.3g}, so that training follows the penalty; lower its "
+            f"strengths, most of all that of {largest} ({values[largest]:.3g})"
+        ]
 
     def scaled_parameters(self) -> dict[int, str]:
         """The parameters under a regularizer of the scale alone, by identity, with the reason not to decay them."""

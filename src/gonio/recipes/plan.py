@@ -10,8 +10,9 @@ from torch import nn
 
 from gonio.editing.where import left_out
 from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, listing
-from gonio.escaping import html_table
+from gonio.escaping import aligned, html_table
 from gonio.geometry.views import has_filters
+from gonio.messages import local, say
 from gonio.optim.hold import holdable
 from gonio.penalty import terms
 from gonio.recipes.catalogue import find
@@ -83,26 +84,33 @@ class Plan:
 
     def _repr_html_(self) -> str:
         head, *rows = self._rows()
-        notes = [f"untouched: {listing([path or '(model)' for path, _ in self.untouched])}"] if self.untouched else []
-        return html_table(self.recipe, head, rows, [*notes, *self.notes])
+        left = listing([path or local("(model)") for path, _ in self.untouched])
+        notes = [say("untouched: {paths}", paths=left)] if self.untouched else []
+        return html_table(self.recipe, head, rows, [*map(local, (*notes, *self.notes))])
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("verb", "rule", "layer", "type", "action")]
+        rows: list[tuple[str, ...]] = [tuple(map(local, _HEAD))]
         for step in self.steps:
-            action = f"{step.what}; skipped: {step.skipped}" if step.skipped else step.what
-            rows.append((step.verb, str(step.rule), step.path or "(model)", step.kind, action))
+            skipped = say("{what}; skipped: {reason}", what=step.what, reason=step.skipped)
+            action = local(skipped if step.skipped else step.what)
+            rows.append((step.verb, str(step.rule), step.path or local("(model)"), step.kind, action))
         return rows
 
     def __str__(self) -> str:
-        lines = [f"{self.recipe}:", *_aligned(self._rows())] if self.steps else [f"{self.recipe}: nothing to do"]
+        lines = [say("{name}:", name=self.recipe), *_table(self._rows())]
+        if not self.steps:
+            lines = [say("{name}: nothing to do", name=self.recipe)]
         if self.untouched:
-            lines += ["untouched:", *_aligned([(path or "(model)", kind) for path, kind in self.untouched])]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+            rest = [(path or local("(model)"), kind) for path, kind in self.untouched]
+            lines += [say("untouched:"), *_table(rest)]
+        return "\n".join(map(local, [*lines, *(say("note: {text}", text=note) for note in self.notes)]))
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+_HEAD = (say("verb"), say("rule"), say("layer"), say("type"), say("action"))
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows)]
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,8 @@ def _ends(model: nn.Module) -> tuple[dict[str | None, str], str]:
     order = [paths[id(module)] for _, module, _ in traced.calls() if has_filters(module)]
     registered = [site.path for site in sites(model) if has_filters(site.module)]
     found = order or registered
-    reason = "" if order or not traced.reason else f"stem and classifier by order of registration: {traced.reason}"
+    told = say("stem and classifier by order of registration: {reason}", reason=traced.reason)
+    reason = "" if order or not traced.reason else told
     return ({"stem": found[0], "classifier": found[-1]}, reason) if found else ({}, "")
 
 
@@ -220,7 +229,11 @@ def plan(name: str, assignments: Sequence[Assignment], model: nn.Module, *, opti
         if site.module._parameters and site.path not in touched
     )
     notes = [a.note for a in assignments if a.note]
-    notes += [f"{path} is left out by {a.place}: {why}" for a in assignments for path, why in a.left.items()]
+    notes += [
+        say("{path} is left out by {rule}: {reason}", path=path, rule=a.place, reason=why)
+        for a in assignments
+        for path, why in a.left.items()
+    ]
     return Plan(name, tuple(steps), untouched, tuple(dict.fromkeys(notes)))
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
 from cli.shell import invoke, shell
-from gonio.cli.reproduce import _too_few
-from gonio.lab.claims import claim_names, families, load_claim
+from gonio.cli.reproduce import _check_complete, _too_few
+from gonio.lab.claims import ClaimResults, claim_names, families, load_claim, recorded
+from gonio.lab.claims.result import not_tried
+from gonio.lab.record import RunRecord
 
 CLAIM = """
 name: tiny
@@ -53,6 +57,14 @@ def test_every_claim_is_listed_and_explained() -> None:
     listed = invoke("reproduce", "--list").stdout
     assert all(name in listed for name in claim_names())
     assert invoke("list", "claims").stdout.count("\n") == len(claim_names())
+    page = (Path(__file__).parents[3] / "docs" / "claims" / "README.md").read_text(encoding="utf-8")
+    for name in ("orthogonality-spread", "bn-evens-directions"):
+        verdict, effect = recorded(name)
+        row = next(line for line in page.splitlines() if f"#{name})" in line)
+        assert f" {verdict} |" in row, "the lists give the verdict of the documentation"
+        assert re.search(rf"{name} +{verdict} ", listed)
+        assert re.search(rf"{name} +{verdict} ", invoke("list", "claims").stdout)
+        assert f"verdict here: {verdict}; {effect}\n" in invoke("explain", name).stdout
     text = invoke("explain", "gain-tanh").stdout
     assert "Saxe" in text
     assert "gonio reproduce gain-tanh" in text
@@ -112,6 +124,37 @@ def test_a_second_call_keeps_the_claims_of_the_first_on_the_page(claim: str, tmp
     page = (tmp_path / "out" / "claims.html").read_text(encoding="utf-8")
     assert 'id="tiny"' in page
     assert 'id="second"' in page
+
+
+@pytest.mark.parametrize(
+    ("failed", "refused", "said"),
+    [
+        (3, 0, "3 runs failed; rerun the same command to try them again\n"),
+        (3, 3, "runs that were refused, as they would be again: 3\n"),
+        (3, 1, "2 runs failed; rerun the same command to try them again\n"
+         "runs that were refused, as they would be again: 1\n"),
+    ],
+)  # fmt: skip
+def test_only_what_could_succeed_is_to_be_tried_again(
+    failed: int, refused: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = replace(not_tried(load_claim("bn-imagenet"), ""), failed=failed, refused=refused)
+    with pytest.raises(typer.Exit, match="4"):
+        _check_complete(ClaimResults((one,), {}, ""))
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "refused"),
+    [
+        ("failed", "NotApplicableError: no layer fits (swap.py:3)", True),
+        ("failed", "RuntimeError: out of memory (own.py:7)", False),
+        ("failed", None, False),
+        ("diverged", "NotApplicableError: x", False),
+    ],
+)
+def test_a_run_that_gonio_refuses_is_told_from_one_that_fails(status: str, error: str | None, refused: bool) -> None:
+    assert RunRecord("a", 0, status, error=error).refused is refused  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

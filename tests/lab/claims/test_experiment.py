@@ -104,7 +104,8 @@ def test_a_failed_run_has_no_score_and_is_counted(tmp_path: Path) -> None:
         },
     )
     one = try_claims([broken], tmp_path, jobs=2).results[0]
-    assert (one.failed, one.verdict) == (2, "undecided")
+    assert (one.failed, one.refused, one.verdict) == (2, 2, "undecided")
+    assert one.runs.failures["shifted"].startswith("NotApplicableError: moving scale: cannot be applied")
     assert one.values == {}
     study = lab.Study.open(tmp_path / "demo")
     assert any("its outputs change" in (run.error or "") for run in study.runs())

@@ -63,6 +63,8 @@ PLANTED = [
     (claim(), runs(FAIR, reached={**FAIR, "method": 79.0}), "method reaches 79 %; the claim asks for 80"),
     (claim(), replace(runs(FAIR), reached=without(FAIR, "method") and {"plain": dict.fromkeys(SEEDS, 90.0)}),
      "method diverges"),
+    (claim(), runs(without(FAIR, "method"), failures={"method": "NotApplicableError: no layer fits"}),
+     "An arm failed: method: NotApplicableError: no layer fits"),
     (claim(measure="trains", fair={"floor": 40.0, "untrained": "it is about training"}),
      runs({"plain": 0.0, "method": 0.0, **controls(0.0)}, spread=0.0, reached=dict.fromkeys(FAIR, 10.0)),
      "An arm does not train"),

@@ -12,6 +12,7 @@ from gonio.lab.claims.claim import (
     families,
     load_claim,
     load_claims,
+    recorded,
     shipped_names,
 )
 from gonio.lab.claims.experiment import ClaimOptions, claims_in, judge_claims, plan_claim, try_claims
@@ -43,6 +44,7 @@ __all__ = [
     "load_claim",
     "load_claims",
     "plan_claim",
+    "recorded",
     "shipped_names",
     "tally",
     "try_claims",

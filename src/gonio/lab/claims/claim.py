@@ -43,6 +43,7 @@ FEWEST_DOSES = 6
 CONTROLS = ("again", "longer")  # arms that every experiment gets, see :func:`controlled`
 _CATALOG = Path(__file__).with_name("catalog")
 _FAMILIES = Path(__file__).with_name("families.yaml")
+_RECORDED = Path(__file__).with_name("recorded.json")  # written by docs/build_claims.py
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]*$", max_length=60)]
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
@@ -418,6 +419,23 @@ def families() -> Mapping[str, tuple[str, ...]]:
         True
     """
     return {name: tuple(of) for name, of in parse(read(_FAMILIES), origin=_FAMILIES.name).data.items()}
+
+
+@cache
+def _recorded() -> Mapping[str, Mapping[str, str]]:
+    content: dict[str, dict[str, str]] = json.loads(_RECORDED.read_text(encoding="utf-8"))
+    return content
+
+
+def recorded(name: str) -> tuple[str, str]:
+    """The verdict on a claim, and its effect, in the runs that the documentation shows; `not tried` without any.
+
+    Example:
+        >>> gonio.lab.claims.recorded("bn-imagenet")
+        ('not tried', '')
+    """
+    found = _recorded().get(name, {})
+    return found.get("verdict", "not tried"), found.get("effect", "")
 
 
 def _shipped() -> dict[str, Path]:

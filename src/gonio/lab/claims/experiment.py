@@ -266,6 +266,7 @@ def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
         planned=len(plan.grid),
         missing=len(plan.grid) - len(runs),
         failed=statuses.count("failed"),
+        refused=sum(record.refused for record in runs),
         diverged=statuses.count("diverged"),
         histograms=_histograms(setting, runs) if claim.picture == "angles" else {},
         command=plan.command,
@@ -290,6 +291,7 @@ def _numbers(plan: StudyPlan, runs: Sequence[RunRecord]) -> Runs:
         reached_unit=unit,
         examples=plan.splits.get("train", 0),
         searched=_searched(plan, runs),
+        failures={record.recipe: record.error or "" for record in reversed(runs) if record.status == "failed"},
     )
 
 

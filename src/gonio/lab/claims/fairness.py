@@ -39,6 +39,7 @@ class Runs:
         examples: in the training split; 0 if they were not recorded.
         searched: of each tuned arm, by setting, where in its range the best value lies: −1 at the low end, 1 at the
             high end.
+        failures: of each arm with failed runs, why the first one failed.
     """
 
     scores: _Scores = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Runs:
     reached_unit: str = ""
     examples: int = 0
     searched: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Runs:
@@ -197,6 +199,8 @@ def _trains(seen: _Seen) -> str:
     if not below or (fair.untrained and len(below) < len(seen.arms)):
         return ""
     name, mean = below[0]
+    if name in seen.runs.failures:
+        return f"An arm failed: {name}: {seen.runs.failures[name]}"
     bound = fair.floor if fair.floor is not None else fair.ceiling
     found = "diverges" if mean is None else f"reaches {_with_unit(mean, seen.runs.reached_unit or seen.runs.unit)}"
     return f"An arm does not train: {name} {found}; the claim asks for {bound:g}."

@@ -34,6 +34,7 @@ class ClaimResult:
         evidence: the decisive contrast of each judged seed, and what follows from it within the claim's family.
         full: whether it was the full experiment. plan: hash of the study's plan; empty if it was not tried.
         runs: every score. missing, failed, diverged: numbers of runs.
+        refused: how many of the failed ones gonio refused.
         seconds: CPU seconds of all runs. planned: how many runs there are.
         histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
         command: repeats the claim. own: `task` and `model` of the user, where they replaced the claim's.
@@ -50,6 +51,7 @@ class ClaimResult:
     planned: int = 0
     missing: int = 0
     failed: int = 0
+    refused: int = 0
     diverged: int = 0
     histograms: Mapping[str, Sequence[int]] = field(default_factory=dict)
     command: str = ""

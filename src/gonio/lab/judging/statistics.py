@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gonio.errors import import_extra
-from gonio.messages import counted
+from gonio.messages import counted, fixed
 
 Array = NDArray[np.float64]
 
@@ -63,10 +63,10 @@ def placed(low: float, high: float, margin: float) -> str:
         [1] G. Piaggio et al., "Reporting of noninferiority and equivalence randomized trials", JAMA 308, 2012.
     """
     if low > 0:
-        return "improved"
+        return fixed("improved")
     if low >= -margin:
-        return "not inferior"
-    return "inferior" if high < -margin else "undecided"
+        return fixed("not inferior")
+    return fixed("inferior") if high < -margin else fixed("undecided")
 
 
 def half_width(differences: Array) -> Array:

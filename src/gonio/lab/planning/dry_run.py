@@ -14,7 +14,7 @@ from gonio.lab.running.training import build, evaluate, prepare_process
 from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task
-from gonio.messages import counted
+from gonio.messages import counted, joined, say
 
 _START = 0.2  # seconds to fork a run's process, load its data and store its row
 _COSTS = 10.0  # seconds to measure the costs afterwards
@@ -34,35 +34,47 @@ def dry_run(plan: StudyPlan, *, jobs: int) -> str:
         >>> text[text.index("too few") :].split(".")[0]
         'too few seeds to detect any effect'
     """
-    lines = [
+    lines: list[str] = [
         *_head(plan),
-        f"the baseline and {counted(len(plan.recipes) - 1, 'recipe')}, {counted(len(plan.seeds), 'seed')} each: "
-        f"{counted(len(plan.grid), 'run')}",
+        say(
+            "the baseline and {recipes}, {seeds} each: {runs}",
+            recipes=counted(len(plan.recipes) - 1, "recipe"),
+            seeds=counted(len(plan.seeds), "seed"),
+            runs=counted(len(plan.grid), "run"),
+        ),
         *(f"  {entry.name}" for entry in plan.recipes),
         *_tuned(plan),
     ]
     if (threat := plan.threat) is not None:
         lines.append(
-            f"attacks on each trained model: {counted(threat.examples, 'test example')}, largest change "
-            f"{threat.epsilon:.3g} per input number; noise, transfer, FGSM, PGD ({threat.steps} steps, "
-            f"{threat.restarts} restarts)"
+            say(
+                "attacks on each trained model: {examples}, largest change {epsilon:.3g} per input number; noise, "
+                "transfer, FGSM, PGD ({steps} steps, {restarts} restarts)",
+                examples=counted(threat.examples, "test example"),
+                epsilon=threat.epsilon,
+                steps=threat.steps,
+                restarts=threat.restarts,
+            )
         )
     if not plan.scripted:
         seconds = _seconds(plan, jobs)
         shown = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-        lines.append(f"about {shown} with {counted(jobs, 'run')} at a time")
-    return "\n".join([*lines, _power(plan), *(f"note: {note}" for note in plan.notes)])
+        lines.append(say("about {time} with {runs} at a time", time=shown, runs=counted(jobs, "run")))
+    return joined([*lines, _power(plan), *(say("note: {text}", text=note) for note in plan.notes)], "\n")
 
 
 def _head(plan: StudyPlan) -> list[str]:
     """The task, the training and the metric."""
-    better = f"{'larger' if plan.direction == 'max' else 'smaller'} is better"
+    better = say("larger is better") if plan.direction == "max" else say("smaller is better")
+    judged = {"metric": plan.metric, "better": better}
     if plan.scripted:
-        return [f"script {plan.task}, judged by its {plan.metric} ({better})"]
+        return [say("script {task}, judged by its {metric} ({better})", task=plan.task, **judged)]
+    splits = ", ".join(f"{count} {name}" for name, count in plan.splits.items())
+    trained = f"{plan.trained}" + (f", on {plan.device}" if plan.device != "cpu" else "")
     return [
-        f"task {plan.task}: " + ", ".join(f"{count} {name}" for name, count in plan.splits.items()),
-        f"model {plan.model}, {plan.trained}" + (f", on {plan.device}" if plan.device != "cpu" else ""),
-        f"judged by {plan.metric} on the test split ({better}), at the epoch with the best validation score",
+        say("task {task}: {splits}", task=plan.task, splits=splits),
+        say("model {model}, {training}", model=plan.model, training=trained),
+        say("judged by {metric} on the test split ({better}), at the epoch with the best validation score", **judged),
     ]
 
 
@@ -76,9 +88,12 @@ def _tuned(plan: StudyPlan) -> list[str]:
         f"  {entry.name}: " + ", ".join(f"{d.name} {d.low:.2g} to {d.high:.2g}" for d in space_of(plan, entry))
         for entry in plan.recipes
     ]
-    head = (
-        f"tuning first: {budget} each, {total} in all, on seed {plan.tuning.seed}, chosen by the validation score; the "
-        "number of epochs is not tuned"
+    head = say(
+        "tuning first: {trials} each, {total} in all, on seed {seed}, chosen by the validation score; the number of "
+        "epochs is not tuned",
+        trials=budget,
+        total=total,
+        seed=plan.tuning.seed,
     )
     return [head, *spaces]
 
@@ -87,22 +102,32 @@ def _power(plan: StudyPlan) -> str:
     """The smallest effect that so many seeds can detect."""
     comparisons, pairs = len(plan.recipes) - 1, len(plan.seeds)
     if comparisons == 0:
-        return "only the baseline: there is nothing to compare"
+        return say("only the baseline: there is nothing to compare")
     least = min(1.0, least_p(pairs) * comparisons)
-    head = (
-        f"smallest possible p with {counted(pairs, 'pair')} after Holm over {counted(comparisons, 'recipe')}: "
-        f"{least:.2g}"
+    head = say(
+        "smallest possible p with {pairs} after Holm over {recipes}: {least:.2g}",
+        pairs=counted(pairs, "pair"),
+        recipes=counted(comparisons, "recipe"),
+        least=least,
     )
     sds = detectable(pairs, comparisons)
     if sds is None:
-        return (
-            f"{head}; it must be below {ALPHA}: too few seeds to detect any effect. Use {enough(comparisons)} or more."
+        return say(
+            "{head}; it must be below {alpha}: too few seeds to detect any effect. Use {enough} or more.",
+            head=head,
+            alpha=ALPHA,
+            enough=enough(comparisons),
         )
-    seen = f"minimum detectable effect (80 % power): {sds:.2f} standard deviations of the paired differences"
+    seen = say(
+        "minimum detectable effect (80 % power): {sds:.2f} standard deviations of the paired differences", sds=sds
+    )
     if not plan.sesoi:
-        return f"{head}; {seen}"
-    most = points(plan.sesoi / sds, plan.unit)
-    return f"{head}; {seen}, so {points(plan.sesoi, plan.unit)} if their standard deviation is at most {most}"
+        return joined([head, seen], "; ")
+    least_effect, most = (points(value, plan.unit) for value in (plan.sesoi, plan.sesoi / sds))
+    so = say(
+        "{seen}, so {effect} if their standard deviation is at most {most}", seen=seen, effect=least_effect, most=most
+    )
+    return joined([head, so], "; ")
 
 
 def _seconds(plan: StudyPlan, jobs: int) -> float:

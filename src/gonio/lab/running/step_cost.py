@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.lab.running.cost import peak_bytes, silent_stderr, time_blocks
+from gonio.messages import fixed, said_by
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import BASELINE, Recipe
 from gonio.surgery.equivalent import call, misfit
 
-AGAIN = "the same again"
+AGAIN = fixed("the same again")
 _RATE = 1e-4  # of learning: small, so that no step diverges and the work of a step stays the same
 _LEAST = 3  # blocks, however long they take
 _SECONDS = 20.0  # for all blocks
@@ -96,7 +97,7 @@ def step_costs(
             except GonioError as error:
                 if recipe is plain:
                     raise
-                unfit[name] = str(error)
+                unfit[name] = said_by(error)
                 continue
             names, steps, sizes = [*names, name], [*steps, step], [*sizes, size]
         where = torch.device(device)

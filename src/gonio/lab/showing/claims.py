@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, write_text
-from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data
+from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data, recorded
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import points
 from gonio.lab.record import ANGLE_EDGES
@@ -243,25 +243,28 @@ def cost_text(found: ClaimResult) -> str:
 
 def claim_explanation(claim: Claim) -> str:
     """Everything that a claim says about itself, for a terminal."""
+    verdict, effect = recorded(claim.name)
     lines = [
-        f"{claim.name}: {claim.claim}",
-        f"source: {claim.source} ({claim.seed}: {SEEDS[claim.seed]})",
-        f"scope: {claim.scope}, {SCOPES[claim.scope]}",
+        say("{name}: {text}", name=claim.name, text=sentence_of(claim)),
+        say("source: {text}", text=f"{claim.source} ({claim.seed}: {local(SEEDS[claim.seed])})"),
+        say("scope: {scope}, {meaning}", scope=fixed(claim.scope), meaning=fixed(SCOPES[claim.scope])),
+        say("verdict here: {verdict}", verdict=joined([fixed(verdict), *([effect] if effect else [])], "; ")),
     ]
-    for title, text in (("reported", claim.reported), ("differs", claim.differs), ("not tried", claim.not_tried)):
-        lines += [f"{title}: {text}"] if text else []
-    for title, setting in (("quick", claim.quick), ("full", claim.full)):
+    lines += [say("reported: {text}", text=claim.reported)] if claim.reported else []
+    lines += [say("differs: {text}", text=claim.differs)] if claim.differs else []
+    lines += [say("not tried: {text}", text=claim.not_tried)] if claim.not_tried else []
+    for title, setting in ((say("quick"), claim.quick), (say("full"), claim.full)):
         if setting is not None:
-            arms = ", ".join(arm.name for arm in setting.arms)
-            terms = " ".join(f"{weight:+g}·{arm}" for arm, weight in setting.decisive.items())
-            size = f"task {setting.task}, {counted(setting.seeds, 'seed')}"
-            lines.append(f"{title}: {size}, arms {arms}; tested: {terms}")
+            told = {"title": title, "task": setting.task, "seeds": counted(setting.seeds, "seed")}
+            told["arms"] = ", ".join(arm.name for arm in setting.arms)
+            told["terms"] = " ".join(f"{weight:+g}·{arm}" for arm, weight in setting.decisive.items())
+            lines += [say("{title}: task {task}, {seeds}, arms {arms}; tested: {terms}", **told)]
     if fair := claim.fair.model_dump(exclude_defaults=True):
-        lines.append("fair test: " + "; ".join(f"{key}: {value}" for key, value in fair.items()))
+        lines += [say("fair test: {rules}", rules="; ".join(f"{key}: {value}" for key, value in fair.items()))]
     if not claim.not_tried:
-        lines.append(f"measured: {claim.measure}; {claimed_text(claim)}")
-        lines.append(f"try it: gonio reproduce {claim.name}")
-    return redact("\n".join(lines))
+        lines += [say("measured: {measure}; {confirmed}", measure=claim.measure, confirmed=claimed_text(claim))]
+        lines += [say("try it: {command}", command=f"gonio reproduce {claim.name}")]
+    return redact("\n".join(map(local, lines)))
 
 
 # --- pictures ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
 from gonio.measuring.findings.remedies import Remedy
 from gonio.measuring.findings.rules import rule_texts, worst_first
+from gonio.messages import fixed, said_by, say
 from gonio.surgery import (
     balance_,
     calibrate_,
@@ -205,19 +206,20 @@ class _Case:
     def _tried(self, remedy: Remedy, treats: list[Finding], scope: Mapping[str, Any]) -> TreatmentStep:
         """One attempt; what is not proved is undone."""
         options: dict[str, Any] = {**remedy.options, **scope}
-        step = TreatmentStep(remedy.verb, options, _codes(treats), "not applied", "", cannot=remedy.cannot)
+        cannot = fixed(remedy.cannot)
+        step = TreatmentStep(remedy.verb, options, _codes(treats), fixed("not applied"), "", cannot=cannot)
         exact = remedy.proof == "same function"
         if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
-            return replace(step, proof="not provable without data: pass a task, or a batch with apply_unproven")
+            return replace(step, proof=say("not provable without data: pass a task, or a batch with apply_unproven"))
         untreated = copy.deepcopy(self.model) if exact else None
         if not exact and self.inputs.task is not None and not self._scores:
             self._scores = scores(self.model, self.inputs.task)
         try:
             edit = _VERBS[remedy.verb](self.model, self.inputs, options)
         except GonioError as error:
-            return replace(step, proof=f"refused: {error}")
+            return replace(step, proof=say("refused: {error}", error=said_by(error)))
         if not edit.changes:
-            return replace(step, proof="it finds nothing to change")
+            return replace(step, proof=say("it finds nothing to change"))
         after = self.inputs.measured(self.model)
         harm = _no_help(self.found, after, treats, better=remedy.proof == "better held-out score")
         now: list[float | None] = []
@@ -233,14 +235,14 @@ class _Case:
         elif results is not None:
             proved, proof = held_out(results, better=remedy.proof == "better held-out score")
         else:
-            proved, proof = None, "not proved: there was no task; kept because it was asked for"
+            proved, proof = None, say("not proved: there was no task; kept because it was asked for")
         step = replace(step, proof=proof, results=results)
         if not (proved or (proved is None and not harm and self.apply_unproven)):
             edit.undo_()
-            return replace(step, verdict="undone")
+            return replace(step, verdict=fixed("undone"))
         self.found, self._scores = after, now  # of a verb that keeps the function, scores are made anew if needed
         self.edits.append(edit)
-        return replace(step, verdict="kept", proved=bool(proved))
+        return replace(step, verdict=fixed("kept"), proved=bool(proved))
 
     def result(self) -> Treatment:
         """The outcome, without the steps that were not applied to findings that another one has treated."""
@@ -267,23 +269,23 @@ def _untreated(found: Measurements, model: nn.Module | None) -> tuple[tuple[Find
         prescription = rule_texts()[finding.code].prescription
         whys = [_why_not(remedy, finding, model) for remedy in prescription.remedies]
         if prescription.none or all(whys):
-            left.append((finding, prescription.none or whys[0]))
+            left.append((finding, fixed(prescription.none or whys[0])))
     return tuple(left)
 
 
 def _reported(found: Measurements) -> Treatment:
     """The treatments of a source without modules, none of which can be applied."""
-    why = "it takes the model's modules: pass the model of the checkpoint (on the command line --model)"
+    why = say("it takes the model's modules: pass the model of the checkpoint (on the command line --model)")
     named: dict[str, tuple[Remedy, list[Finding]]] = {}
     for finding in found.findings:
         for remedy in rule_texts()[finding.code].prescription.remedies:
             named.setdefault(str(remedy), (remedy, []))[1].append(finding)
     ordered = sorted(named.values(), key=lambda each: _PLACES[each[0].verb])
     steps = [
-        TreatmentStep(r.verb, dict(r.options), _codes(treats), "not applied", why, cannot=r.cannot)
+        TreatmentStep(r.verb, dict(r.options), _codes(treats), fixed("not applied"), why, cannot=fixed(r.cannot))
         for r, treats in ordered
     ]
-    none = tuple((f, none) for f in found.findings if (none := rule_texts()[f.code].prescription.none))
+    none = tuple((f, fixed(told)) for f in found.findings if (told := rule_texts()[f.code].prescription.none))
     return Treatment(found.source, found, found, tuple(steps), none)
 
 
@@ -334,7 +336,7 @@ def _no_help(before: Measurements, after: Measurements, treats: list[Finding], *
     left, known = _keys(after.findings), _keys(before.findings)
     new = sorted({f.code for f in after.findings if f.level != "info" and _key(f) not in known})
     if new:
-        return f"it causes other findings: {', '.join(new)}"
+        return say("it causes other findings: {codes}", codes=", ".join(new))
     if not better and _keys(treats) <= left:
-        return "the findings remain after it"
+        return say("the findings remain after it")
     return ""

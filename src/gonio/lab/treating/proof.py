@@ -18,6 +18,7 @@ from gonio.lab.plan import RecipeEntry, StudyPlan, installed_versions
 from gonio.lab.record import RunRecord
 from gonio.lab.running.training import evaluate
 from gonio.lab.tasks.task import Split, Task
+from gonio.messages import fixed, said_by, say
 from gonio.recipes import BASELINE
 from gonio.surgery import equivalent
 
@@ -38,10 +39,12 @@ def same_function(before: nn.Module, after: nn.Module, example: Any) -> tuple[bo
     try:
         moved = equivalent(before, after, example=example)
     except GonioError as error:
-        return None, f"the outputs could not be compared: {error}"
+        return None, say("the outputs could not be compared: {error}", error=said_by(error))
     dtypes = [p.dtype for p in after.parameters() if p.is_floating_point()]
     allowed = max((SAME.get(dtype, _OTHERWISE) for dtype in dtypes), default=SAME[torch.float32])
-    return moved.relative <= allowed, f"outputs before and after: {moved}"
+    return moved.relative <= allowed, say(
+        "outputs before and after: largest deviation {absolute:.3g} ({relative:.3g} relative)", **vars(moved)
+    )
 
 
 def scores(model: nn.Module, task: Task) -> list[float | None]:
@@ -92,15 +95,15 @@ def held_out(results: Results, *, better: bool) -> tuple[bool | None, str]:
     """Whether a study proves that a treatment does no harm, or, if it must, that it is better; and in words."""
     plan, (effect,) = results.plan, results.effects
     if effect.mean is None or effect.low is None or effect.high is None:
-        return None, f"{plan.task} has too few validation examples for a proof"
+        return None, say("{task} has too few validation examples for a proof", task=plan.task)
     if any(run.status == "diverged" and run.recipe != BASELINE for run in results.runs):
-        return False, f"outputs on {plan.task} are not finite after it"
+        return False, say("outputs on {task} are not finite after it", task=plan.task)
     low, high = sorted(plan.sign * bound for bound in (effect.low, effect.high))
     verdict = placed(low, high, plan.sesoi)
     unit = f" {plan.unit}".rstrip()
     interval = f"{plan.sign * effect.mean:+.2f} [{low:+.2f}, {high:+.2f}]{unit}"
-    score = f"{plan.metric} on held-out {plan.task}: {interval}"
+    score = say("{metric} on held-out {task}: {interval}", metric=plan.metric, task=plan.task, interval=interval)
     if all(run.status == "diverged" for run in results.runs if run.recipe == BASELINE):
-        return True, f"outputs were not finite before, and are after it; {score}"
-    proof = f"{verdict}: {score}, margin {plan.sesoi:g}"
+        return True, say("outputs were not finite before, and are after it; {score}", score=score)
+    proof = say("{verdict}: {score}, margin {margin:g}", verdict=fixed(verdict), score=score, margin=plan.sesoi)
     return verdict == "improved" or (verdict == "not inferior" and not better), proof

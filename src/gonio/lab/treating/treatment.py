@@ -15,10 +15,11 @@ from gonio.escaping import html_table, plain, write_text
 from gonio.lab.judging.results import Results
 from gonio.lab.running.study import Study
 from gonio.measuring import Finding, Measurements
+from gonio.messages import local, say
 from gonio.pages import render
 
 SCHEMA = "gonio.treatment/1"
-HEAD = ("treatment", "for", "verdict", "why", "not repaired by it")
+HEAD = (say("treatment"), say("for"), say("verdict"), say("why"), say("not repaired by it"))
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class Treatment:
     def summary(self) -> str:
         """The result in one sentence."""
         if not self.before.findings:
-            return "Nothing to do: no findings."
-        counts = f"{len(self.before.findings)} before, {len(self.after.findings)} after"
-        done = ", ".join(step.verb for step in self.kept) or "nothing"
-        return f"Findings: {counts}. Done: {done}."
+            return say("Nothing to do: no findings.")
+        done = ", ".join(step.verb for step in self.kept) or say("nothing")
+        counts = {"before": len(self.before.findings), "after": len(self.after.findings)}
+        return say("Findings: {before} before, {after} after. Done: {done}.", **counts, done=done)
 
     def undo_(self) -> None:
         """Take all kept steps back, exactly: `model` then equals the model that was given.
@@ -143,14 +144,20 @@ class Treatment:
     @property
     def _rows(self) -> list[tuple[str, str, str, str, str]]:
         rows = [step.row for step in self.steps]
-        return [*rows, *(("none", f"{f.code} {f.path}".strip(), "untreated", why, "") for f, why in self.untreated)]
+        none, untreated = say("none"), say("untreated")
+        return [*rows, *((none, f"{f.code} {f.path}".strip(), untreated, why, "") for f, why in self.untreated)]
 
     def __repr__(self) -> str:
         return f"<Treatment of {plain(self.source)}: {len(self.kept)} of {len(self.steps)} steps kept>"
 
     def __str__(self) -> str:
-        lines = [f"  {verb}: {verdict} (for {codes}): {why}" for verb, codes, verdict, why, _ in self._rows]
-        return "\n".join(plain(line, longest=len(line)) for line in (f"{self.source}: {self.summary}", *lines))
+        rows = [
+            say("  {verb}: {verdict} (for {codes}): {why}", verb=verb, codes=codes, verdict=verdict, why=why)
+            for verb, codes, verdict, why, _ in self._rows
+        ]
+        lines = map(local, (say("{source}: {summary}", source=self.source, summary=self.summary), *rows))
+        return "\n".join(plain(line, longest=len(line)) for line in lines)
 
     def _repr_html_(self) -> str:
-        return html_table(self.source, HEAD, self._rows, [self.summary])
+        rows = [[*map(local, row)] for row in self._rows]
+        return html_table(self.source, [*map(local, HEAD)], rows, [local(self.summary)])

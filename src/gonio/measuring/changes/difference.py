@@ -74,10 +74,10 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
     C("magnitude_direction", "m–d", "correlation over filters of the changes of norm and direction", 6),
 )  # fmt: skip
 GROUPED: tuple[tuple[str, str, Callable[[TensorDifference], float | None]], ...] = (
-    ("change", "norm of the difference over the norm before", lambda t: t.relative),
-    ("norm ratio", "median over filters of the norm after over before", lambda t: t.norm_ratio),
-    ("angle", say("mean angle of the filters before and after, in degrees"), lambda t: t.angle_mean),
-    ("intruders", say("of the 10 top directions after"), lambda t: t.intruders),
+    (say("change"), "norm of the difference over the norm before", lambda t: t.relative),
+    (say("norm ratio"), "median over filters of the norm after over before", lambda t: t.norm_ratio),
+    (say("angle"), say("mean angle of the filters before and after, in degrees"), lambda t: t.angle_mean),
+    (say("intruders"), say("of the 10 top directions after"), lambda t: t.intruders),
 )
 KEPT = ("relative", "form", "norm_ratio", "angle_mean", "intruders", "angle_max", "rank_99")
 
@@ -259,7 +259,7 @@ def _head_table(heads: Sequence[HeadChange]) -> RichTable:
     """The heads that moved most."""
     changed = sorted((head for head in heads if head.relative), key=lambda head: -(head.relative or 0.0))
     said = say("{n} of {heads} changed, most", n=len(changed), heads=counted(len(heads), "head"))
-    table = bare_table(local(said), [local("head"), local("change"), *ROLES])
+    table = bare_table(said, ["head", "change", *ROLES])
     for head in changed[:_HEADS]:
         figures_ = (head.relative, *(getattr(head, role) for role in ROLES))
         cells = ("–" if each is None else number(each) for each in figures_)

@@ -195,9 +195,7 @@ class Changes(PagedTable[Agreement]):
 
     def _cosines(self) -> Iterator[RenderableType]:
         """The N × N cosines over all tensors, with each model's change."""
-        table = bare_table(
-            local("model"), [local("change"), local("intruders"), *map(str, range(1, len(self.models) + 1))]
-        )
+        table = bare_table("model", ["change", "intruders", *map(str, range(1, len(self.models) + 1))])
         for i, (name, model) in enumerate(zip(self.names, self.models, strict=True)):
             found = str(sum(t.intruders or 0 for t in model.moved))
             cells = [number(self.whole.relative[i]), found, *(_cosine(c) for c in self.whole.cosines[i])]

@@ -28,7 +28,7 @@ from gonio.geometry.pairs import PairStatistics, pair_statistics
 from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import MAYBE_PADDING, TensorEntry, are_sinusoids, numbers_of, why_no_filters
-from gonio.messages import are, counted, say
+from gonio.messages import are, counted, fixed, say
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def figure(*shown: Any, tracked: bool = False, **options: Any) -> Any:
 
 def rounding(title: str, scales: str) -> Any:
     """The field of an error of rounding, which is measured on request."""
-    what = f"‖Ŵ − W‖/‖W‖ after rounding to integers of {scales}"
+    what = say("‖Ŵ − W‖/‖W‖ after rounding to integers of {scales}", scales=fixed(scales))
     return figure(title, what, 8, "{:.2%}" if title.startswith("int8") else "{:.1%}", requested=True)
 
 

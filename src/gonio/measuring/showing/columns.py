@@ -91,10 +91,10 @@ def columns_of(layers: Sequence[TensorMeasurement]) -> list[Column[TensorMeasure
 
 # The figures of groups of layers: title, explanation, value.
 GROUPED: tuple[tuple[str, str, Callable[[TensorMeasurement], float | None]], ...] = (
-    ("norm", "median norm of a filter", lambda t: t.norm_quantiles[2] if t.norm_quantiles else None),
-    ("angle", say("mean angle between filters, in degrees"), lambda t: t.angle_mean),
-    ("align", say("alignment, 1 for random weights"), lambda t: t.alignment),
-    ("z", say("of the alignment, in standard deviations of chance"), lambda t: t.alignment_z),
+    (say("norm"), "median norm of a filter", lambda t: t.norm_quantiles[2] if t.norm_quantiles else None),
+    (say("angle"), say("mean angle between filters, in degrees"), lambda t: t.angle_mean),
+    (say("align"), say("alignment, 1 for random weights"), lambda t: t.alignment),
+    (say("z"), say("of the alignment, in standard deviations of chance"), lambda t: t.alignment_z),
 )
 
 # The columns that a narrow screen keeps, most important first; all others are dropped before them, from the right.

@@ -194,11 +194,11 @@ def side_by_side(measured: Sequence[Any], columns: Sequence[Column[TensorMeasure
     models = [{layer.path: layer for layer in one.layers} for one in measured]
     numbers = range(1, len(models) + 1)
     heads = [
-        (f"{c.title} {i}", say("{explanation}; model {n}", explanation=c.explanation, n=i))
+        (joined([c.title, f" {i}"], ""), say("{explanation}; model {n}", explanation=c.explanation, n=i))
         for c in columns
         for i in numbers
     ]
-    heads += [(f"findings {i}", say("codes; model {n}", n=i)) for i in numbers]
+    heads += [(joined([say("findings"), f" {i}"], ""), say("codes; model {n}", n=i)) for i in numbers]
     rows = []
     for path in dict.fromkeys(path for model in models for path in model):
         cells = [c.cell(model[path]) if path in model else "–" for c in columns for model in models]
@@ -245,12 +245,12 @@ def angle_columns(tensors: Sequence[TensorMeasurement]) -> tuple[More, ...]:
         "histogram on ±4 standard deviations of chance, wider where the layer is; the line: random directions"
     )
     return (
-        ("closest", say("the two filters with the largest |cos|"), "", closest),
-        ("norms", boxes, "spark", box),
-        ("angles", histogram, "spark", lambda t: spark(layer_angles(t))),
-        ("type", say("of the layer"), "text", lambda t: t.kind),
+        (say("closest"), say("the two filters with the largest |cos|"), "", closest),
+        (say("norms"), boxes, "spark", box),
+        (say("angles"), histogram, "spark", lambda t: spark(layer_angles(t))),
+        (say("type"), say("of the layer"), "text", lambda t: t.kind),
     )
 
 
 _EXPLAINED = say("all singular values in increasing order; the line: those of a random matrix (Marchenko–Pastur)")
-SPECTRUM_COLUMNS: tuple[More, ...] = (("spectrum", _EXPLAINED, "spark", lambda t: spark(layer_spectrum(t))),)
+SPECTRUM_COLUMNS: tuple[More, ...] = ((say("spectrum"), _EXPLAINED, "spark", lambda t: spark(layer_spectrum(t))),)

@@ -15,7 +15,7 @@ from rich.text import Text
 from gonio.escaping import plain
 from gonio.measuring.reading.order import pattern_of
 from gonio.measuring.showing.table import NamedRow
-from gonio.messages import Message, fixed, local, say
+from gonio.messages import Message, fixed, say
 from gonio.pages.tables import bare_table, number
 
 
@@ -52,7 +52,7 @@ class Grouped:
 
     def rich(self) -> RichTable:
         """The groups for a terminal."""
-        table = bare_table(local("layers"), list(self.titles), min_width=12)
+        table = bare_table("layers", self.titles, min_width=12)
         for path, cells in self.rows:
             table.add_row(Text(plain(path)), *map(Text, cells))
         return table
@@ -68,8 +68,8 @@ def grouped(tensors: Sequence[Any], figures: Sequence[tuple[str, str, Figure]]) 
     for tensor in tensors:
         groups.setdefault(pattern_of(tensor.path), []).append(tensor)
     columns = (
-        ("number", say("of layers")),
-        *((title, say("{said}: median (smallest to largest)", said=fixed(said))) for title, said, _ in figures),
+        (say("number"), say("of layers")),
+        *((fixed(title), say("{said}: median (smallest to largest)", said=fixed(said))) for title, said, _ in figures),
     )
     rows = [
         (path, (str(len(members)), *(_spread([value(t) for t in members]) for _, _, value in figures)))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gonio import escaping
 from gonio.errors import UnknownNameError, import_extra
-from gonio.escaping import csv_table, plain, printed, shorten
+from gonio.escaping import csv_table, display_width, plain, printed, shorten
 from gonio.messages import Message, fixed, joined, local, say
 from gonio.pages.tables import bare_table, number
 
@@ -43,7 +43,8 @@ class Column(Generic[Subject]):
     requested: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "explanation", fixed(self.explanation))
+        for name in ("title", "explanation"):
+            object.__setattr__(self, name, fixed(getattr(self, name)))
 
     def cell(self, subject: Subject) -> str:
         """The figure of this subject as text."""
@@ -206,12 +207,12 @@ def tensor_table(
     longest = max(12, min(max(len(plain(t.path)) for t in tensors), max(16, width // 3)))
     left, fitting = width - longest - 2, set()
     for column in sorted(columns, key=lambda c: kept.index(c.name) if c.name in kept else len(kept)):
-        left -= column.width + 2
+        left -= max(column.width, display_width(local(column.title))) + 2
         if left < 0:
             break
         fitting.add(column.name)
     shown = [column for column in columns if column.name in fitting]
-    table = bare_table(local(first), [column.title for column in shown], min_width=min(longest, 12))
+    table = bare_table(first, [column.title for column in shown], min_width=min(longest, 12))
     names = [shorten(tensor.path, longest=longest) for tensor in tensors]
     if len(set(names)) < len({tensor.path for tensor in tensors}):  # what differs is in the middle: show the end
         names = [_ending(tensor.path, longest) for tensor in tensors]

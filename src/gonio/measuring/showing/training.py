@@ -38,9 +38,10 @@ COLUMNS: tuple[Column[TrainingRow], ...] = (
     Column("ratio", "ratio", "rotation over the prediction", 6, figures("{:.2f}", "ratio")),
 )  # fmt: skip
 MORE: tuple[More, ...] = (
-    ("over time", say("on one logarithmic scale for all layers; thin: the prediction"), "spark", lambda row: row.curve),
-    ("why", say("fits, or the reason why rotation and prediction differ"), "text", lambda row: row.reason),
-)
+    (say("over time"), say("on one logarithmic scale for all layers; thin: the prediction"), "spark",
+     lambda row: row.curve),
+    (say("why"), say("fits, or the reason why rotation and prediction differ"), "text", lambda row: row.reason),
+)  # fmt: skip
 
 
 def training_page(

@@ -86,7 +86,7 @@
         });
         tools.append(button);
       }
-      this.type = heads.findIndex((head) => shownIn(head) === "type");
+      this.type = heads.findIndex((head) => shownIn(head) === spoken("kind", "type"));
       const types = this.type < 0 ? [] : [...new Set(rows.map((row) => shownIn(row.cells[this.type])))];
       if (types.length > 1) {
         this.select = make("select", { "aria-label": spoken("type", "Type of layer") }, ...[spoken("all", "all types"), ...types].map((type) => make("option", {}, type)));
