@@ -219,7 +219,8 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
         raise opened.refusal
     if others:
         opened = replace(
-            opened, notes=(*opened.notes, f"not read: {listing([plain(f.name) for f in others], limit=4)}")
+            opened,
+            notes=(*opened.notes, say("not read: {names}", names=listing([plain(f.name) for f in others], limit=4))),
         )
     return opened, _beside(path if path.is_dir() else path.parent)
 

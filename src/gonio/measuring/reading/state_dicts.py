@@ -13,6 +13,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.messages import say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
 _KEYS: tuple[str, ...] = (
@@ -186,8 +187,8 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
         elif value is not None:
             kind = type(value).__name__
             others.append(TensorEntry(str(name), kind, None, None, f"not a tensor but {kind}"))
-    notes = [f"read from {plain(found.key)!r} of the checkpoint"] if found.key else []
+    notes = [say("read from {key} of the checkpoint", key=repr(plain(found.key)))] if found.key else []
     if found.beside:
         beside = listing([plain(key) for key in found.beside], limit=4)
-        notes.append(f"not read: {beside}, of the same checkpoint")
+        notes.append(say("not read: {names}, of the same checkpoint", names=beside))
     return Opened(stored | packed, tuple(others), tuple(notes))
