@@ -201,6 +201,7 @@ def on_a_terminal(*words: str, stdout: bool, **environment: str) -> tuple[str, s
     return said or "", seen.decode()
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_bar_and_stdout_is_the_same(folder: Path) -> None:
     stdout, seen = on_a_terminal("measure", "fine.pt", "--json", "-", stdout=False)
     assert "measuring" in seen

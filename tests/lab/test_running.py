@@ -141,6 +141,7 @@ def _with_journal(journal: str, plan: StudyPlan, folder: Path) -> dict[str, Any]
     return execute_script(plan, plan.baseline, plan.seeds[0], folder)
 
 
+@pytest.mark.slow
 def test_a_killed_fork_server_takes_no_run_with_it(tmp_path: Path) -> None:
     study = run(make_script_plan([], script=f"{OWN}:kills_its_server", seeds=3), tmp_path, jobs=3)
     assert [(record.status, record.score) for record in study.runs()] == [("finished", float(s)) for s in range(3)]

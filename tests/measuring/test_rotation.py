@@ -133,10 +133,12 @@ def simulate(make: Make, steps: int = 3000, size: tuple[int, int] = (32, 32)) ->
     return math.sqrt(2 * seen / steps), math.sqrt(2 * predicted / steps)
 
 
-@pytest.mark.grid(6)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=TORCHS_MUON) if name.startswith("Muon") else name for name in SIMULATED]
-)
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    slow = [] if name in ("momentum", "AdamW") else [pytest.mark.slow]
+    return [*slow, TORCHS_MUON] if name.startswith("Muon") else slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in SIMULATED])
 def test_the_prediction_holds_in_simulation(name: str) -> None:
     make, tolerance = SIMULATED[name]
     seen, predicted = simulate(make)

@@ -81,6 +81,7 @@ def _in_a_child(rank: int, models: list[nn.Module], x: Tensor, folder: str) -> N
     torch.save([model(x).detach() for model in models], Path(folder) / f"{rank}.pt")
 
 
+@pytest.mark.slow
 def test_spawn_sends_models(tmp_path: Path) -> None:
     models = [model_of(member) for member in MEMBERS]
     x = sample(models[0][0])
