@@ -126,6 +126,25 @@ def test_the_top_vectors_are_found_after_any_change(shape: tuple[int, int]) -> N
         torch.testing.assert_close((found.view(-1) @ expected).abs(), torch.ones_like(values[0]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("view", ["filters", "conv"])
+@pytest.mark.parametrize("belong", [True, False])
+def test_vectors_that_are_written_in_place_advance_only_if_they_are_old(view: str, belong: bool) -> None:
+    """As `torch.distributed.checkpoint` loads: weight and vectors in place, and then each weight is read."""
+    saved, model = (attached(nn.Conv2d(3, 5, 3), view=view).train() for _ in range(2))
+    with torch.no_grad():
+        saved._parameters["weight"].add_(0.3 * seeded(5, 3, 3, 3, seed=8))
+    if belong:
+        _ = saved.weight  # advances its vectors
+    state = {name: value.clone() for name, value in saved.weight_parametrization._stored().items()}
+    with torch.no_grad():
+        model._parameters["weight"].copy_(saved._parameters["weight"])
+        for name, value in model.weight_parametrization._stored().items():
+            value.copy_(state[name])
+    _ = model.weight
+    same = all(torch.equal(value, state[name]) for name, value in model.weight_parametrization._stored().items())
+    assert same == belong
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-25, 1e-11, 1.0, 1e13, 1e18])
 @pytest.mark.parametrize("name", ["linear", "transposed conv2d", "grouped conv2d"])
 def test_weights_of_any_size(name: str, size: float) -> None:

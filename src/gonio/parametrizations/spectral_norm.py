@@ -288,12 +288,13 @@ class SpectralNorm(Parametrization):
             state["_followed"] = now
         if state["_followed"] == now:
             state["_evaluated"] = None
-        elif state["_written"] != _version(vectors) and self._belongs_to(whole(raw)):  # loaded with the weight
-            state.update(_followed=now, _evaluated=None, _written=_version(vectors))
         elif state["training"]:
-            self.tick_(raw)
+            if state["_written"] != _version(vectors) and self._belongs_to(whole(raw)):  # loaded with the weight
+                state.update(_followed=now, _evaluated=None, _written=_version(vectors))
+            else:
+                self.tick_(raw)
         elif state["_evaluated"] is None or state["_evaluated"][0] != now:
-            if self._belongs_to(raw):  # overwritten with its own values, as by a verb that restores a model
+            if self._belongs_to(whole(raw)):  # overwritten with its own values, as by a verb that restores a model
                 state["_followed"], state["_evaluated"] = now, None
             else:
                 state["_evaluated"] = now, self._computed(raw)

@@ -321,14 +321,13 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...], sign: Tensor | None = None) -> Tensor:
-    """Unit vectors with a sign, because averages of vectors need one.
+    """Unit vectors, negated where `sign` is negative, because averages of vectors need one sign.
 
     The fallback for a zero vector, because a power iteration from zero stays at zero.
     """
     norm = torch.linalg.vector_norm(vectors, dim=dims, keepdim=True)
-    return torch.where(
-        norm > least_norm(vectors.dtype), vectors / (norm if sign is None else norm.copysign(sign)), fallback
-    )
+    signed = norm if sign is None else norm.copysign(sign)
+    return torch.where(norm > least_norm(vectors.dtype), vectors / signed, fallback)
 
 
 def _random_vectors(shape: Sequence[int], like: Tensor) -> Tensor:

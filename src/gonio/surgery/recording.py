@@ -170,7 +170,7 @@ class Recorder(Products):
         rectified = getattr(func, "__name__", "") in _RECTIFIERS and not self._paused and tensors_of(args, kwargs or {})
         if not rectified or not rectified[0].requires_grad:
             return super().__torch_function__(func, types, args, kwargs)
-        before = rectified[0].clone()  # the function may act in place
+        before = rectified[0].clone().nan_to_num(0.0, 0.0, 0.0)  # the function may act in place, and ∞ − ∞ is no 0
         out = super().__torch_function__(func, types, args, kwargs)
         return self.label([out], out + _TINY * (before - before.detach()), func.__name__)
 
