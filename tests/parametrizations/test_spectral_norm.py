@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -13,8 +14,9 @@ from catalog import seeded
 from gonio import geometry
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.views import Layout
 from gonio.measuring import measure
-from gonio.parametrizations import spectral_norm, spectral_views
+from gonio.parametrizations import kernels, spectral_norm, spectral_views
 from gonio.parametrizations.parametrization import describe
 from parametrizations.layers import LAYERS, make, sample
 
@@ -346,3 +348,39 @@ def test_vectors_of_zeros_leave_the_weight_as_it_is(view: str, size: int) -> Non
         (grad,) = torch.autograd.grad(weight.sum(), raw)
         assert torch.equal(weight, raw)
         assert torch.equal(grad, torch.ones_like(raw))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (16, 9), (32, 288), (64, 64), (288, 32)])
+@pytest.mark.parametrize("scale", [1e-7, 1.0, 1e12])
+def test_the_fast_form_finds_the_vectors_of_a_decomposition(
+    shape: tuple[int, int], scale: float, dtype: torch.dtype
+) -> None:
+    matrix, last = scale * seeded(*shape, dtype=dtype), seeded(shape[1], seed=1, dtype=dtype)
+    found = kernels.top_vectors(matrix.numpy(), last.numpy())
+    assert found is not None
+    u, v = (torch.from_numpy(vector) for vector in found)
+    sigma = float(u @ matrix @ v)
+    exact = torch.linalg.svdvals(matrix.double())[0]
+    # Of the 512th power of the Gram matrix: singular values within 1/512 of the largest are not told apart.
+    assert sigma == pytest.approx(float(exact), rel=2e-3)
+    assert sigma <= float(exact) * (1 + 4 * torch.finfo(dtype).eps * max(shape))
+    assert float(u.norm()) == pytest.approx(1, rel=1e-6)
+    assert float(v.norm()) == pytest.approx(1, rel=1e-6)
+    assert float(v @ last) >= 0
+    torch.testing.assert_close(u, matrix @ v / sigma)
+    view = spectral_views.FilterView(Layout(), matrix.shape, 1.0)
+    step = view.step(matrix[None], {"u": u[None, None], "v": last[None, None] / last.norm()})
+    torch.testing.assert_close(step["v"][0, 0], v, rtol=1e-3, atol=1e-4)  # two orders of rounding, raised to the 512th
+
+
+def test_the_fast_form_keeps_equal_singular_values_finite() -> None:
+    for side in (2, 9, 64):
+        found = kernels.top_vectors(3 * numpy.eye(side, dtype=numpy.float32), numpy.ones(side, numpy.float32))
+        assert found is not None
+        assert float(found[0] @ found[1]) == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-13, 1e18, numpy.nan, numpy.inf])
+def test_the_fast_form_leaves_what_it_cannot_square(value: float) -> None:
+    assert kernels.top_vectors(numpy.full((4, 6), value, numpy.float32), numpy.ones(6, numpy.float32)) is None

@@ -2,19 +2,23 @@
 
 A training step of a small network (three convolutions, batch 20 of 1×8×8) takes 1.3 times the plain step instead of
 1.7 with a spectral norm, and 1.1 instead of 1.4 with standardised weights. Compilers, transforms of functions, tensor
-subclasses and other devices use the plain forms, `spectral_norm._divided` and `WeightStandardization._standardized`.
+subclasses and other devices use the plain forms, `spectral_norm._divided`, `spectral_views.FilterView.step` and
+`WeightStandardization._standardized`.
 """
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
 from gonio.geometry.norms import least_norm, matrix_vector
 
+Array = numpy.ndarray[Any, Any]
 _norm = torch.linalg.vector_norm
+_SMALL, _LARGE = 1e-18, 1e30  # squared norms of a matrix whose Gram matrix is far from overflow and from 0
 _LEAST = {dtype: least_norm(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)}
 _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, torch.float64)}
@@ -38,6 +42,34 @@ class View(Protocol):
 def matrix_of(weight: Tensor, view: View) -> Tensor:
     """The matrix of a weight without groups, (rows, columns)."""
     return weight.flatten(1) if view.flat else view.matrices(weight)[0]
+
+
+def top_vectors(matrix: Array, last: Array) -> tuple[Array, Array] | None:
+    """Unit vectors u and v of the largest singular value of a matrix (rows, columns) with a small side.
+
+    `last` is an earlier v, whose sign is kept. None for a matrix near 0, near overflow or not finite. This is
+    `spectral_views.FilterView.step` for one matrix in NumPy, whose calls are faster: between the layers of a network it
+    takes 90 µs for 32×288, and 350 µs in torch.
+    """
+    a = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    entries = matrix.reshape(-1)
+    squared_norm, side = entries.dot(entries), a.shape[0]
+    if not _SMALL < squared_norm < _LARGE:
+        return None
+    power = a.dot(a.T)
+    power *= side**0.5 / squared_norm
+    for _ in range(4):
+        power = power.dot(power)
+    power *= 1 / (power.max() * side**0.5)
+    for _ in range(5):
+        power = power.dot(power)
+    best = power.diagonal().argmax()
+    top = power[best] / power[best, best]
+    v = top.dot(matrix) if a is matrix else top
+    length = v.dot(v) ** 0.5
+    v = v / (length if v.dot(last) >= 0 else -length)
+    u = matrix.dot(v)
+    return u / u.dot(u) ** 0.5, v
 
 
 class DividedBySpectralNorm(torch.autograd.Function):

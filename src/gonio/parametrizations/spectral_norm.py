@@ -8,15 +8,16 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import watch
 from gonio.editing.where import sites
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import apply, count_fused_steps, cut_like, is_sharded, ordinary_eager
-from gonio.geometry.norms import full_precision, normalize, whole, widen
+from gonio.geometry.norms import WIDE, full_precision, normalize, whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm
+from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, top_vectors
 from gonio.parametrizations.mechanism import Parametrized, child_name, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization, describe
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
@@ -229,7 +230,13 @@ class SpectralNorm(Parametrization):
 
     def __getstate__(self) -> dict[str, Any]:
         version = None if self._is_current() else STALE_VERSION
-        return {**super().__getstate__(), "_followed": version, "_written": STALE_VERSION, "_evaluated": None}
+        return {
+            **super().__getstate__(),
+            "_followed": version,
+            "_written": STALE_VERSION,
+            "_evaluated": None,
+            "_found": None,
+        }
 
     @property
     def _bound(self) -> float:
@@ -311,14 +318,21 @@ class SpectralNorm(Parametrization):
         with full_precision(raw):
             return view.renewed(view.matrices(widen(whole(raw.detach()))), self._stored())
 
-    @torch.no_grad()
     def tick_(self, raw: Any, iterations: int = 1) -> None:
         """Advance the vectors by power iterations for the trained tensor `raw`, in place."""
-        if not torch.compiler.is_compiling():
+        compiled = torch.compiler.is_compiling()
+        if not compiled:
             self.__dict__.update(_followed=None if self.trained is None else _version(self.trained), _evaluated=None)
-        view, raw = self.view_impl, whole(raw.detach())
-        if view is None:
+        if self.view_impl is None:
             return
+        if compiled or iterations > 1 or not self._find_on_cpu(raw):
+            self._iterate_(whole(raw.detach()), iterations)
+        if not compiled:
+            self.__dict__["_written"] = _version(self._buffers["u"])
+
+    @torch.no_grad()
+    def _iterate_(self, raw: Tensor, iterations: int) -> None:
+        view: Any = self.view_impl
         with full_precision(raw):
             matrices = view.matrices(widen(raw))
             state = {name: value.to(matrices.dtype) for name, value in self._stored().items()}
@@ -326,8 +340,23 @@ class SpectralNorm(Parametrization):
                 state = view.step(matrices, state)
         for name, value in self._stored().items():
             value.copy_(state[name])
-        if not torch.compiler.is_compiling():
-            self.__dict__["_written"] = _version(self.u)
+
+    def _find_on_cpu(self, raw: Tensor) -> bool:
+        """Advance the vectors of one small matrix by :func:`kernels.top_vectors`; False where it does not apply."""
+        stored: Any = self._buffers
+        u, v, view = stored["u"], stored["v"], self.view_impl
+        one = type(view) is FilterView and view.flat and stored["basis"] is None and raw.is_cpu
+        if not one or not u.dtype is v.dtype is raw.dtype or raw.dtype not in WIDE or u.is_inference():
+            return False
+        if not ordinary_eager(raw, u, v):
+            return False
+        matrix, to_u, to_v = raw.detach().numpy(), u.numpy(), v.numpy()
+        found = top_vectors(matrix.reshape(len(matrix), -1), to_v.reshape(-1))
+        if found is None:
+            return False
+        to_u[...], to_v[...] = found[0], found[1]
+        increment_version((u, v))  # NumPy's writes are not counted
+        return True
 
     def _stored(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._buffers.items() if value is not None}

@@ -31,10 +31,12 @@ from gonio.seeding import generator
 # SGD at a rate of 0.1, or of AdamW at 0.001, the norm of small convolutions was 20 to 40 % above the one shown. So the
 # top vector is taken from a space: all of it for a smaller side n up to WHOLE, else the span of a stored orthonormal
 # block B and of A Aᵀ B. The Gram matrix of the images of the space is raised to its 512th power by squaring, whose
-# largest column is the top vector; its 8th power gives the next block. No decomposition waits for a device.
+# largest column is the top vector; its 8th power gives the next block. No decomposition waits for a device. A Gram
+# matrix of trace 1 has its largest eigenvalue in [1/n, 1], and one whose largest entry is n^-1/2, which is on the
+# diagonal, has it in [n^-1/2, n^1/2]: for n up to WHOLE, the 16th power of the first and the 32nd power of the second
+# lie within 2^±96, which float32 holds.
 WHOLE = 64  # smaller side of a matrix up to which its whole space is searched
 BLOCK = 8  # vectors of the stored block; with 6, norms of AdamW at 0.001 were off by 1.5 %
-POWERS = 3  # of eight
 
 EXACT = 2**28  # multiplications up to which the first vectors come from a singular value decomposition
 _ITERATIONS = 60  # of power iteration for the first vectors of larger convolutions
@@ -134,18 +136,19 @@ class FilterView(SpectralView):
             images = torch.bmm(space, a)
         images = _unit(images)
         power = torch.bmm(images, images.mT)
-        powers = []
-        for _ in range(POWERS):
-            for _ in range(3):
-                power = torch.bmm(power, power)
-            # The largest entry is on the diagonal; with it as 1, the eighth power stays far from overflow.
-            power = power / power.amax((1, 2), keepdim=True).clamp_min(torch.finfo(power.dtype).tiny)
-            powers.append(power)
+        for _ in range(3):
+            power = torch.bmm(power, power)
+        eighth = power
+        power = torch.bmm(power, power)
+        power = power / (power.amax((1, 2), keepdim=True) * power.shape[1] ** 0.5)
+        for _ in range(5):
+            power = torch.bmm(power, power)
         best = power.diagonal(dim1=1, dim2=2).argmax(1)
         top = power.gather(1, best[:, None, None].expand(-1, 1, power.shape[1]))
+        top = top / top.amax(2, keepdim=True)  # NaN for a zero matrix, whose vectors stay
         if space is not None:
             top = torch.bmm(top, space)
-            restart = torch.bmm(torch.linalg.qr(powers[0][:, :, :BLOCK]).Q.mT, space)
+            restart = torch.bmm(torch.linalg.qr(eighth[:, :, :BLOCK]).Q.mT, space)
             zero = torch.linalg.vector_norm(images, dim=(1, 2), keepdim=True) == 0
             found["basis"] = torch.where(zero, state["basis"], restart)
         v = torch.bmm(top, matrices) if wide else top
