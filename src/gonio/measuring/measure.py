@@ -16,12 +16,14 @@ from torch import nn
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
+from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, versions
 from gonio.measuring.figures.checkpoints import structure_of_checkpoint
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
+from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
@@ -181,7 +183,7 @@ def measure(
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        findings_of(tensors, facts),
+        worst_first([*findings_of(tensors, facts), *of_files(contents.problems)]),
         scale=structure.scale,
         mixtures=structure.mixtures,
         heads=structure.heads,

@@ -39,7 +39,7 @@ from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
-from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
+from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES
 from gonio.measuring.reading.zero_files import is_zero, open_zero
 from gonio.messages import joined, say
@@ -74,11 +74,12 @@ class CheckpointPart(os.PathLike[str]):
 
 @dataclass(frozen=True)
 class Contents:
-    """A source's tensors, notes on how it was read, and the adapters of a file or state dict."""
+    """A source's tensors, notes on how it was read, the adapters of a file or state dict, what is wrong with files."""
 
     entries: list[TensorEntry]
     notes: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def name_of(source: Source) -> str:
@@ -121,7 +122,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if adapters:
         held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
         made += entries_of_adapters(adapters, held)
-    return Contents(made, opened.notes, tuple(adapters))
+    return Contents(made, opened.notes, tuple(adapters), opened.problems)
 
 
 @dataclass(frozen=True)
