@@ -277,3 +277,31 @@ def test_a_table_has_the_columns_of_the_english_one_and_says_which_it_leaves_out
     assert ("d" in names) is (width == 80)
     assert {*head} | {*names} == {column.title for column in TABLES[""] if not column.requested}
     assert max(map(display_width, chinese.splitlines())) <= width
+
+
+def test_what_fold_and_apply_changed_is_in_chinese(tmp_path: Path) -> None:
+    torch.save(gonio.models.digits_cnn().state_dict(), tmp_path / "a.pt")
+    words = ("--model", "digits-cnn", "--lang", "zh")
+    folded = invoke("fold", tmp_path / "a.pt", *words, "--batch", "2x1x8x8", "-o", tmp_path / "b.pt")
+    assert (folded.exit_code, folded.stdout.splitlines()[0]) == (0, "fold_：3 个模块")
+    assert "BatchNorm2d 已折叠入 conv1" in folded.stdout
+    assert "  说明：最大偏差 " in folded.stdout
+    again = invoke("fold", tmp_path / "a.pt", *words, "-o", tmp_path / "b.pt")
+    assert "未比较输出；用 --batch 比较" in again.stderr
+    applied = invoke("apply", "orthogonal-init", tmp_path / "a.pt", *words, "-o", tmp_path / "c.pt")
+    assert "，偏置 0" in applied.stdout
+    shown = "\n".join((folded.stdout, again.stdout, applied.stdout))
+    assert [line for line in shown.splitlines() if ENGLISH.search(line)] == []
+    english = invoke("fold", tmp_path / "a.pt", *words[:2], "-o", tmp_path / "b.pt").stdout
+    assert english.startswith("fold_: 3 modules\n")
+    assert "BatchNorm2d folded into conv1" in english
+
+
+def test_notes_on_layers_that_stay_are_in_chinese() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2))
+    edited = gonio.fold_(model.eval(), example=torch.randn(3, 4))
+    with gonio.language("zh"):
+        said = str(edited)
+        assert "说明：2 保持不变：" in said
+        assert "改变" in edited._repr_html_()
+    assert "note: 2 stays: " in str(edited)
