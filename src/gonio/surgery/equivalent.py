@@ -41,10 +41,10 @@ class Deviation:
     relative: float
 
     def __str__(self) -> str:
-        return str(self.said)
+        return str(self._said)
 
     @property
-    def said(self) -> Message:
+    def _said(self) -> Message:
         """Both in words."""
         return say("largest deviation {a:.3g} ({r:.3g} relative)", a=self.absolute, r=self.relative)
 
@@ -315,7 +315,7 @@ class SameFunction:
                 r = own.relative
                 edit.note(say("this model enlarges rounding: in float64 its outputs differ by {r:.3g} relative", r=r))
             if self._given:
-                edit.note(moved.said)
+                edit.note(moved._said)
 
     @staticmethod
     def _refusal(edit: Edit, action: str, why: str) -> NotApplicableError:
