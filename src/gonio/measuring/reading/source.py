@@ -46,6 +46,8 @@ from gonio.messages import joined, say
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
+CONFIGURATIONS = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")
+"""What is read of the files beside a checkpoint."""
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 # The names under which libraries save the weights of a model, before any others in its folder.
 _STANDARD = frozenset(
@@ -228,16 +230,16 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
 
 def _beside(folder: Path) -> _Beside:
     """The configurations: of a quantisation in `config.json`, or in a file of its own as older tools write it."""
-    config = small_json(folder / "config.json")
+    config, adapters, older, oldest = (small_json(folder / name) for name in CONFIGURATIONS)
     found = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(found, dict):
-        found = small_json(folder / "quantize_config.json") or small_json(folder / "quant_config.json")
+        found = older or oldest
     text = config.get("text_config")
     padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
     row = padding if isinstance(padding, int) and padding >= 0 else 0
     vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     known = vocabulary if isinstance(vocabulary, int) else None
-    return _Beside(found, small_json(folder / "adapter_config.json"), row, known)
+    return _Beside(found, adapters, row, known)
 
 
 def _no_source(given: object) -> InvalidArgumentError:
