@@ -184,10 +184,10 @@ class NormSummary:
         frobenius, mean = np.sqrt(np.square(scaled).sum(1)) * most, scaled.mean(1)
         std = np.sqrt(np.square(scaled - mean[:, None]).mean(1)) * most
         quantiles = ordered[:, [round(quarter / 4 * (n - 1)) for quarter in range(5)]].tolist()
-        columns = (frobenius / sqrt(n * dim), frobenius, mean * most, std)
+        columns = (c.tolist() for c in (frobenius / sqrt(n * dim), frobenius, mean * most, std))
         return [
-            cls(*figures, tuple(five), float(row[zero]) if zero < n else None, zero)
-            for *figures, five, row, zero in zip(*(c.tolist() for c in columns), quantiles, ordered, zeros, strict=True)
+            cls(rms, whole, middle, spread, tuple(five), float(row[zero]) if zero < n else None, zero)
+            for rms, whole, middle, spread, five, row, zero in zip(*columns, quantiles, ordered, zeros, strict=True)
         ]
 
 

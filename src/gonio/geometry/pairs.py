@@ -247,11 +247,14 @@ class _Totals:
         shift = self.angle / self.count
         variance = (self.square_angle / self.count - shift * shift).clamp(min=0)
         self.histogram[:, -2] += self.histogram[:, -1]
-        columns = (90 + shift, variance.sqrt(), self.square_cosine / self.count, self.coherence)
-        counts = zip(self.closest, self.near.tolist(), self.opposite.tolist(), strict=True)
-        histograms = self.histogram[:, :-1].tolist()
-        for *figures, found, histogram in zip(*(c.tolist() for c in columns), counts, histograms, strict=True):
-            yield PairStatistics(self.count, dim, *figures, *found, tuple(histogram))
+        columns = (c.tolist() for c in (90 + shift, variance.sqrt(), self.square_cosine / self.count, self.coherence))
+        found = zip(
+            self.closest, self.near.tolist(), self.opposite.tolist(), self.histogram[:, :-1].tolist(), strict=True
+        )
+        for mean, std, square, coherence, (closest, near, opposite, bins) in zip(*columns, found, strict=True):
+            yield PairStatistics(
+                self.count, dim, mean, std, square, coherence, closest, near, opposite, histogram=tuple(bins)
+            )
 
 
 @lru_cache(maxsize=8)  # all blocks of a weight but the last have one size, and making a mask takes ten times as long
