@@ -7,7 +7,7 @@ WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: reproduce test browser test-slow distributed test-cuda arithmetic interface matrix bank soak versions wheel sweep lint bench docs site clean
+.PHONY: reproduce test browser test-slow distributed test-cuda arithmetic interface matrix bank planted soak versions wheel sweep lint bench docs site clean
 
 reproduce: $(VENV)/.lab
 	$(BIN)/gonio reproduce
@@ -63,6 +63,10 @@ bank: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m bank.live.cases docs/bank-live.json
 	PYTHONPATH=tests $(BIN)/python -m bank.files docs/bank-files.json
 	$(BIN)/python docs/build_bank.py
+
+# Planted damages in files of every format, and healthy files: the table of docs/howto/check.md.
+planted: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m checking.counts
 
 # The tests of tests/slow for longer: ten minutes of threads, 1,000 damages of study files, 2,000 kills.
 soak: $(VENV)/.dev

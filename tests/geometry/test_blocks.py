@@ -77,7 +77,7 @@ def test_angles_from_the_gram_matrix_are_those_of_the_filters(shape: tuple[int, 
     """Sizes that are no multiple of the blocks, and entries whose squares overflow or underflow in float32."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     matrix[1] = 0.9 * matrix[0] + 0.1 * matrix[1]
-    gram = GramMatrix.of(matrix * scale)
+    gram = GramMatrix.of(matrix[None] * scale)
     assert gram.has_cosines
     found, expected = (pair_statistics(matrix[None] * scale, name="x", gram=g) for g in (gram, None))
     assert (found.count, found.closest, found.near) == (expected.count, expected.closest, expected.near)
@@ -89,9 +89,9 @@ def test_angles_from_the_gram_matrix_are_those_of_the_filters(shape: tuple[int, 
 
 def test_no_cosines_from_the_gram_matrix_of_columns_or_with_a_zero_filter() -> None:
     matrix = torch.randn(20, 30)
-    assert not GramMatrix.of(matrix.T).has_cosines
+    assert not GramMatrix.of(matrix.T[None]).has_cosines
     matrix[3] = 0
-    gram = GramMatrix.of(matrix)
+    gram = GramMatrix.of(matrix[None])
     assert not gram.has_cosines
     assert pair_statistics(matrix[None], name="x", gram=gram).count == 19 * 18 // 2
 

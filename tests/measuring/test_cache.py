@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,13 @@ def file(tmp_path: Path) -> Path:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tensors that are measured, in order."""
     names: list[str] = []
-    plainly = measuring.measure_tensor
+    plainly = measuring.measure_tensors
 
-    def measure_tensor(entry: Any, **options: Any) -> TensorMeasurement:
-        names.append(entry.name)
-        return plainly(entry, **options)
+    def measure_tensors(part: Sequence[Any], **options: Any) -> list[TensorMeasurement]:
+        names.extend(entry.name for entry in part)
+        return plainly(part, **options)
 
-    monkeypatch.setattr(measuring, "measure_tensor", measure_tensor)
+    monkeypatch.setattr(measuring, "measure_tensors", measure_tensors)
     return names
 
 
@@ -188,14 +188,14 @@ def test_a_folder_that_cannot_be_written_is_no_error(file: Path, tmp_path: Path)
 def test_a_file_that_changes_while_it_is_measured_is_not_kept(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plainly = measuring.measure_tensor
+    plainly = measuring.measure_tensors
 
-    def measure_tensor(entry: Any, **options: Any) -> TensorMeasurement:
+    def measure_tensors(part: Sequence[Any], **options: Any) -> list[TensorMeasurement]:
         with file.open("ab") as raw:
             raw.write(b"\0")
-        return plainly(entry, **options)
+        return plainly(part, **options)
 
-    monkeypatch.setattr(measuring, "measure_tensor", measure_tensor)
+    monkeypatch.setattr(measuring, "measure_tensors", measure_tensors)
     gonio.measure(file, cache=tmp_path / "cache")
     assert entries(tmp_path / "cache") == []
 
@@ -203,13 +203,16 @@ def test_a_file_that_changes_while_it_is_measured_is_not_kept(
 def test_a_tensor_that_could_not_be_read_is_tried_again(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plainly = measuring.measure_tensor
+    plainly = measuring.measure_tensors
 
     def fails() -> None:
         raise OSError("the disk is busy")
 
+    def failing(part: Sequence[Any], **options: Any) -> list[TensorMeasurement]:
+        return plainly([replace(entry, load=fails) for entry in part], **options)
+
     with monkeypatch.context() as patched:
-        patched.setattr(measuring, "measure_tensor", lambda entry, **o: plainly(replace(entry, load=fails), **o))
+        patched.setattr(measuring, "measure_tensors", failing)
         assert gonio.measure(file, cache=tmp_path / "cache")["bias"].reason == "cannot be read: the disk is busy"
     assert gonio.measure(file, cache=tmp_path / "cache")["bias"].reason == "a vector"
 

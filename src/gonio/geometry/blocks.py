@@ -20,8 +20,8 @@ BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the ca
 COSINE_WIDTH = 256  # filters per block of cosines; its square on the diagonal is computed twice
 
 CosineBlock = tuple[int, Tensor, Tensor]
-"""(start, cosines, rows): cosines of all filters from position `start` on (rows) with the first of them (columns),
-and the row numbers in the matrix of the filters from `start` on."""
+"""(start, cosines, rows): for each matrix of a stack the cosines of all filters from position `start` on (rows) with
+the first of them (columns), and the row numbers in the matrix of the filters from `start` on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,20 +173,22 @@ class NormSummary:
     @classmethod
     def of(cls, norms: Tensor, dim: int) -> NormSummary:
         """Summary of at least one finite norm, from :func:`row_norms` and on the CPU, of filters of length `dim`."""
-        ordered = np.sort(norms.numpy())  # on short vectors NumPy takes a third of the time of torch
-        n, most, zeros = len(ordered), float(ordered[-1]), int(ordered.searchsorted(0.0, "right"))
-        scaled = ordered / (most or 1.0)  # the square of 1e200 overflows
-        frobenius, mean = sqrt(np.square(scaled).sum()) * most, float(scaled.mean())
-        scaled -= mean
-        return cls(
-            rms=frobenius / sqrt(n * dim),
-            frobenius=frobenius,
-            mean=mean * most,
-            std=sqrt(np.square(scaled).mean()) * most,
-            quantiles=tuple(float(ordered[round(quarter / 4 * (n - 1))]) for quarter in range(5)),
-            nonzero_min=float(ordered[zeros]) if zeros < n else None,
-            zeros=zeros,
-        )
+        return cls.of_each(norms[None], dim)[0]
+
+    @classmethod
+    def of_each(cls, norms: Tensor, dim: int) -> list[NormSummary]:
+        """:meth:`of` of each row of norms."""
+        ordered = np.sort(norms.numpy(), axis=1)  # on short vectors NumPy takes a third of the time of torch
+        n, most, zeros = ordered.shape[1], ordered[:, -1], (ordered == 0).sum(1).tolist()
+        scaled = ordered / np.where(most == 0, 1.0, most)[:, None]  # the square of 1e200 overflows
+        frobenius, mean = np.sqrt(np.square(scaled).sum(1)) * most, scaled.mean(1)
+        std = np.sqrt(np.square(scaled - mean[:, None]).mean(1)) * most
+        quantiles = ordered[:, [round(quarter / 4 * (n - 1)) for quarter in range(5)]].tolist()
+        columns = (c.tolist() for c in (frobenius / sqrt(n * dim), frobenius, mean * most, std))
+        return [
+            cls(rms, whole, middle, spread, tuple(five), float(row[zero]) if zero < n else None, zero)
+            for rms, whole, middle, spread, five, row, zero in zip(*columns, quantiles, ordered, zeros, strict=True)
+        ]
 
 
 def count_nonfinite(tensor: Tensor) -> tuple[int, tuple[int, ...] | None]:
@@ -214,32 +216,41 @@ def safe_scale(matrix: Stored) -> float:
 
 @dataclass(frozen=True)
 class GramMatrix:
-    """W Wᵀ/scale² or WᵀW/scale² of one matrix, whichever is smaller, in float64: for singular values and cosines."""
+    """W Wᵀ/scale² or WᵀW/scale² of each matrix of a stack, whichever is smaller, in float64.
 
-    values: Tensor
-    scale: float  # :func:`safe_scale` of W
+    Singular values and cosines follow from it.
+    """
+
+    values: Tensor  # (matrices, s, s)
+    scale: Tensor  # (matrices,): :func:`safe_scale` of each
     of_filters: bool  # whether it is W Wᵀ
     dtype: torch.dtype  # in which figures of W are computed otherwise
 
     @classmethod
-    def of(cls, matrix: Tensor) -> GramMatrix:
-        """The Gram matrix of an (n, d) matrix with finite entries, in the CPU's memory."""
-        n, d = matrix.shape
-        scale = safe_scale(matrix) if matrix.dtype == torch.float64 else 1.0  # squares of others are in range
-        wide = matrix.double().contiguous()
-        wide = wide if scale == 1 else wide / scale
-        return cls(gram(wide if n <= d else wide.mT), scale, n <= d, computed_in(matrix.dtype))
+    def of(cls, matrices: Tensor) -> GramMatrix:
+        """The Gram matrices of (matrices, n, d) with finite entries, in the CPU's memory."""
+        n, d = matrices.shape[1:]
+        scale = torch.ones(len(matrices), dtype=torch.float64)
+        wide = matrices.double().contiguous()
+        if matrices.dtype == torch.float64:  # squares of others are in range
+            scale = torch.tensor([safe_scale(matrix) for matrix in matrices], dtype=torch.float64)
+            wide = wide if bool((scale == 1).all()) else wide / scale[:, None, None]
+        wide = wide if n <= d else wide.mT
+        values = gram(wide[0])[None] if len(wide) == 1 else gram(wide)
+        return cls(values, scale, n <= d, computed_in(matrices.dtype))
 
     @property
     def has_cosines(self) -> bool:
         """Whether it is W Wᵀ and no filter counts as zero."""
-        return self.of_filters and float(self.values.diagonal().amin()) >= (least_norm(self.dtype) / self.scale) ** 2
+        least = (least_norm(self.dtype) / self.scale[:, None]) ** 2
+        return self.of_filters and bool((self.values.diagonal(dim1=1, dim2=2) >= least).all())
 
     def cosines(self) -> Iterator[CosineBlock]:
         """The cosines of all pairs of filters, block by block."""
-        inverse = self.values.diagonal().rsqrt()
-        rows = torch.arange(len(inverse))
-        for start in range(0, len(inverse) - 1, COSINE_WIDTH):
-            stop = min(len(inverse), start + COSINE_WIDTH)
-            scaled = self.values[start:, start:stop] * inverse[start:, None]
-            yield start, scaled.mul_(inverse[start:stop]).to(self.dtype), rows[start:]
+        inverse = self.values.diagonal(dim1=1, dim2=2).rsqrt()
+        count = inverse.shape[1]
+        rows = torch.arange(count)
+        for start in range(0, count - 1, COSINE_WIDTH):
+            stop = min(count, start + COSINE_WIDTH)
+            scaled = self.values[:, start:, start:stop] * inverse[:, start:, None]
+            yield start, scaled.mul_(inverse[:, None, start:stop]).to(self.dtype), rows[start:]

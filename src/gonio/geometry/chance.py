@@ -257,20 +257,28 @@ def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviatio
     Random means independent entries of mean 0 and of the root mean square that the matrices have together, so a
     common scale has no effect. `values` are in any order. None for a single row or column.
     """
+    return spectrum_deviations(values.flatten()[None], rows, cols)[0]
+
+
+def spectrum_deviations(values: Tensor, rows: int, cols: int) -> list[SpectrumDeviation | None]:
+    """:func:`spectrum_deviation` of each row of singular values."""
     small, large = sorted((rows, cols))
-    ordered = np.sort(values.double().cpu().numpy(), axis=None)  # on short vectors NumPy takes a third of torch's time
-    largest = float(ordered[-1])
-    if small < 2 or not 0 < largest < inf:
-        return None
-    squares = np.square(ordered / largest)
-    squares /= squares.mean()  # of mean 1, as under the law
-    outlying = squares[squares.searchsorted(random_largest_singular_value(rows, cols) ** 2, "right") :]
-    return SpectrumDeviation(
-        distance=_kolmogorov_distance(squares, small / large),
-        outliers=len(outlying),
-        outlier_share=float(outlying.sum() / len(squares)),
-        defect=sqrt(np.square(squares - 1).mean()),
+    ordered = np.sort(values.double().cpu().numpy(), axis=1)  # on short vectors NumPy takes a third of torch's time
+    largest = ordered[:, -1:]
+    if small < 2:
+        return [None] * len(ordered)
+    fine = (largest > 0) & (largest < inf)
+    squares = np.square(np.where(fine, ordered, 1.0) / np.where(fine, largest, 1.0))
+    squares /= squares.mean(1, keepdims=True)  # of mean 1, as under the law
+    outlying = squares > random_largest_singular_value(rows, cols) ** 2
+    columns = (
+        _kolmogorov_distances(squares, small / large),
+        outlying.sum(1),
+        (squares * outlying).sum(1) / squares.shape[1],
+        np.sqrt(np.square(squares - 1).mean(1)),
     )
+    found = (SpectrumDeviation(*figures) for figures in zip(*(c.tolist() for c in columns), strict=True))
+    return [one if good else None for one, good in zip(found, fine[:, 0], strict=True)]
 
 
 def random_largest_singular_value(rows: int, cols: int) -> float:
@@ -310,13 +318,13 @@ def random_orthogonality_defect(rows: int, cols: int) -> float:
     return sqrt((small + 1) / large)
 
 
-def _kolmogorov_distance(squares: NDArray[np.float64], ratio: float) -> float:
-    """Largest difference of the distribution functions; the squares in ascending order."""
-    n = len(squares)
+def _kolmogorov_distances(squares: NDArray[np.float64], ratio: float) -> NDArray[np.float64]:
+    """Largest difference of the distribution functions, of each row of squares in ascending order."""
+    n = squares.shape[1]
     angle = np.arccos(((squares - (1 + ratio)) / (2 * sqrt(ratio))).clip(-1, 1))
     above = _share_above(ratio)[np.rint(angle * (LAW_POINTS / pi)).astype(np.intp)]
     excess = above - np.arange(n - 1, -1, -1) / n  # of the share above each square, itself excluded
-    return float(max(excess.max(), 1 / n - excess.min()))
+    return np.maximum(excess.max(1), 1 / n - excess.min(1))
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import pi, sqrt
 
 import torch
@@ -85,11 +85,27 @@ def pair_statistics(
         totals.add(_cosines(matrix, order.to(matrix.device)), drawn, index * n)
     if not totals.count:
         return None
-    found = totals.statistics(d)
+    (found,) = totals.statistics(d)
     if drawn == n:
         return found
     found = replace(found, sampled=drawn, error=totals.error(n, drawn))
     return _search_all(matrices, found, name)
+
+
+def pair_statistics_of_each(matrices: Tensor, gram: GramMatrix) -> list[PairStatistics | None]:
+    """:func:`pair_statistics` of each matrix of a stack of small ones, all of whose filters have a direction.
+
+    Args:
+        matrices: (matrices, n, d), with n up to :data:`COSINE_WIDTH`. `gram`: their Gram matrices.
+    """
+    n, d = matrices.shape[1:]
+    totals = _Totals(sampled=False, matrices=len(matrices))
+    if gram.has_cosines:
+        totals.add(gram.cosines(), n, 0)
+    elif n > 1:
+        unit = row_directions(matrices)
+        totals.add([(0, unit @ unit.mT, torch.arange(n))], n, 0)
+    return [*totals.statistics(d)] if totals.count else [None] * len(matrices)
 
 
 def _search_all(matrices: Tensor, found: PairStatistics, name: str) -> PairStatistics:
@@ -130,7 +146,7 @@ def _cosines(matrix: Tensor, order: Tensor) -> Iterator[CosineBlock]:
     n, start = len(unit), 0
     while start < n - 1:  # with the factors in this order BLAS is faster, and entries below a square are contiguous
         stop = min(n, start + max(1, min(COSINE_WIDTH, PRODUCT // (n - start))))
-        yield start, unit[start:] @ unit[start:stop].mT, order[start:]
+        yield start, (unit[start:] @ unit[start:stop].mT)[None], order[start:]
         start = stop
 
 
@@ -144,19 +160,21 @@ def _cosines_of_long_rows(matrix: Tensor, order: Tensor) -> CosineBlock:
     norms = gram.diagonal().sqrt()
     alive = (norms > 0) & torch.isfinite(norms)
     scaled = gram[alive][:, alive] / norms[alive, None] / norms[None, alive]
-    return 0, scaled.to(computed_in(matrix.dtype)), rows[alive]
+    return 0, scaled.to(computed_in(matrix.dtype))[None], rows[alive]
 
 
 class _Totals:
-    """Running sums over blocks of cosines, in float64; those for `error` only of a sample."""
+    """Running sums over blocks of cosines, in float64, for each matrix of a stack; for `error` only of a sample."""
 
-    def __init__(self, *, sampled: bool) -> None:
+    def __init__(self, *, sampled: bool, matrices: int = 1) -> None:
         self.sampled = sampled
-        self.count = self.near = self.opposite = self.matrices = 0
-        self.angle = self.square_angle = self.square_cosine = self.fourth = self.coherence = 0.0
-        self.closest = (0, 0)
-        self.histogram = torch.zeros(BINS + 1, dtype=torch.long)
-        self.spread = 0.0  # variance over filters of the mean square cosine with the others, summed over matrices
+        self.count = self.added = 0
+        zeros = partial(torch.zeros, matrices, dtype=torch.float64)
+        self.angle, self.square_angle, self.square_cosine, self.coherence = zeros(), zeros(), zeros(), zeros()
+        self.near, self.opposite = (torch.zeros(matrices, dtype=torch.long) for _ in range(2))
+        self.closest = [(0, 0)] * matrices
+        self.histogram = torch.zeros(matrices, BINS + 1, dtype=torch.long)
+        self.fourth = self.spread = 0.0  # spread: variance over filters of the mean square cosine with the others
 
     def add(self, blocks: Iterable[CosineBlock], count: int, offset: int) -> None:
         """Add the cosines of `count` filters of one matrix, whose rows are counted from `offset` over all matrices."""
@@ -166,77 +184,77 @@ class _Totals:
             self._add_block(cosines, rows + offset if offset else rows, start)
         if self.sampled and count > 2:
             self.spread += float((self.sums / (count - 1)).var())
-        self.matrices += 1
+        self.added += 1
 
     def _add_block(self, cosines: Tensor, rows: Tensor, start: int) -> None:
         """Add the entries below the diagonal of a block whose first rows are also its columns."""
-        width = cosines.shape[1]
-        own = cosines[:width]
+        matrices, height, width = cosines.shape
+        own = cosines[:, :width]
         if self.sampled:
-            squares = own.square()
+            squares = own[0].square()
             self.sums[start : start + width] += (squares.sum(0) - squares.diagonal()).double().cpu()
         if width > 1:
             places = _below_diagonal(width, own.device)
-            below = own.reshape(-1).index_select(0, places)
+            below = own.reshape(matrices, -1).index_select(1, places)
             self._count(below, lambda at: divmod(int(places[at]), width), rows)
-        step = max(1, PART // width)
-        for top in range(width, len(cosines), step):
-            part = cosines[top : top + step]
+        step = max(1, PART // (matrices * width))
+        for top in range(width, height, step):
+            part = cosines[:, top : top + step]
             if self.sampled:
-                squares = part.square()
+                squares = part[0].square()
                 self.sums[start : start + width] += squares.sum(0).double().cpu()
-                self.sums[start + top : start + top + len(part)] += squares.sum(1).double().cpu()
-            self._count(part, lambda at: divmod(at, width), rows, top)
+                self.sums[start + top : start + top + part.shape[1]] += squares.sum(1).double().cpu()
+            self._count(part.flatten(1), lambda at: divmod(at, width), rows, top)
 
     def _count(self, cosines: Tensor, place: Callable[[int], tuple[int, int]], rows: Tensor, top: int = 0) -> None:
-        """Count these cosines and overwrite them; `place` returns row, from `top` on, and column of one entry."""
-        low, high = (float(v) for v in torch.aminmax(cosines))
-        if max(-low, high) > 1:
+        """Count cosines of each matrix, and overwrite them; `place` has row, from `top` on, and column of an entry."""
+        low, high = cosines.amin(1).double().cpu(), cosines.amax(1).double().cpu()
+        largest = torch.maximum(-low, high)
+        if bool((largest > 1).any()):
             cosines.clamp_(-1.0, 1.0)
-            low, high = max(low, -1.0), min(high, 1.0)
-        if max(-low, high) > self.coherence:
-            self.coherence = max(-low, high)
-            row, column = place(int(cosines.argmax() if high >= -low else cosines.argmin()))
-            first, second = sorted((int(rows[column]), int(rows[top + row])))
-            self.closest = (first, second)
-        if max(-low, high) >= NEAR:
-            self.near += int((cosines.abs() >= NEAR).sum())
-            self.opposite += int((cosines <= -NEAR).sum())
-        self.count += cosines.numel()
-        self.square_cosine += float(torch.linalg.vector_norm(cosines, dtype=torch.float64)) ** 2
+            largest.clamp_(max=1.0)
+        better = (largest > self.coherence).nonzero().flatten()
+        if len(better):
+            self.coherence[better] = largest[better]
+            chosen = cosines if len(better) == len(cosines) else cosines[better.to(cosines.device)]
+            for matrix, at in zip(better.tolist(), chosen.abs().argmax(1).tolist(), strict=True):
+                row, column = place(at)
+                first, second = sorted((int(rows[column]), int(rows[top + row])))
+                self.closest[matrix] = (first, second)
+        if bool((largest >= NEAR).any()):
+            self.near += (cosines.abs() >= NEAR).sum(1).cpu()
+            self.opposite += (cosines <= -NEAR).sum(1).cpu()
+        self.count += cosines.shape[1]
+        self.square_cosine += cosines.double().square().sum(1).cpu()
         if self.sampled:
             self.fourth += float(torch.linalg.vector_norm(cosines.square(), dtype=torch.float64)) ** 2
         shifted = torch.asin(cosines, out=cosines)  # π/2 − θ in radians, without the loss of digits of acos
-        self.angle -= DEGREES * float(shifted.sum(dtype=torch.float64))
-        self.square_angle += (DEGREES * float(torch.linalg.vector_norm(shifted, dtype=torch.float64))) ** 2
-        degrees = torch.add(shifted.new_full((), 90.0), shifted, alpha=-DEGREES)
+        self.angle -= DEGREES * shifted.sum(1, dtype=torch.float64).cpu()
+        self.square_angle += (DEGREES * shifted.double().square().sum(1).sqrt().cpu()) ** 2
+        degrees = torch.add(shifted.new_full((), 90.0), shifted, alpha=-DEGREES).to(torch.uint8)
         # a fifth of the time of torch.histc on CPU; 180 is counted to the last bin
-        self.histogram += torch.bincount(degrees.flatten().to(torch.uint8), minlength=BINS + 1).cpu()
+        self.histogram += torch.stack([torch.bincount(each, minlength=BINS + 1) for each in degrees]).cpu()
 
     def error(self, n: int, drawn: int) -> float:
         """Standard error of the mean square cosine of `drawn` of n filters: Hoeffding's two terms, estimated."""
-        single = max(0.0, self.fourth / self.count - (self.square_cosine / self.count) ** 2)
-        shared = max(0.0, self.spread / self.matrices - single / (drawn - 1))
+        single = max(0.0, self.fourth / self.count - (float(self.square_cosine) / self.count) ** 2)
+        shared = max(0.0, self.spread / self.added - single / (drawn - 1))
         variance = 4 * shared / drawn + 2 * single / (drawn * (drawn - 1))
-        return sqrt((1 - drawn / n) * variance / self.matrices)
+        return sqrt((1 - drawn / n) * variance / self.added)
 
-    def statistics(self, dim: int) -> PairStatistics:
-        """The statistics of at least one pair."""
+    def statistics(self, dim: int) -> Iterator[PairStatistics]:
+        """The statistics of at least one pair, of each matrix."""
         shift = self.angle / self.count
-        *histogram, straight = self.histogram.tolist()
-        histogram[-1] += straight
-        return PairStatistics(
-            count=self.count,
-            dim=dim,
-            angle_mean=90 + shift,
-            angle_std=sqrt(max(0.0, self.square_angle / self.count - shift * shift)),
-            mean_square_cosine=self.square_cosine / self.count,
-            coherence=self.coherence,
-            closest=self.closest,
-            near=self.near,
-            opposite=self.opposite,
-            histogram=tuple(histogram),
+        variance = (self.square_angle / self.count - shift * shift).clamp(min=0)
+        self.histogram[:, -2] += self.histogram[:, -1]
+        columns = (c.tolist() for c in (90 + shift, variance.sqrt(), self.square_cosine / self.count, self.coherence))
+        found = zip(
+            self.closest, self.near.tolist(), self.opposite.tolist(), self.histogram[:, :-1].tolist(), strict=True
         )
+        for mean, std, square, coherence, (closest, near, opposite, bins) in zip(*columns, found, strict=True):
+            yield PairStatistics(
+                self.count, dim, mean, std, square, coherence, closest, near, opposite, histogram=tuple(bins)
+            )
 
 
 @lru_cache(maxsize=8)  # all blocks of a weight but the last have one size, and making a mask takes ten times as long

@@ -241,7 +241,7 @@ class SpectrumEstimate:
 def shared_gram(matrices: Tensor) -> GramMatrix | None:
     """The Gram matrix that `spectrum_estimate` and `pair_statistics` both use; None if the former uses none."""
     shared = len(matrices) == 1 and matrices.is_cpu and _affordable(matrices)
-    return GramMatrix.of(matrices[0]) if shared else None
+    return GramMatrix.of(matrices) if shared else None
 
 
 def _affordable(matrices: Stored) -> bool:
@@ -276,10 +276,17 @@ def _all_values(matrices: Tensor, gram: GramMatrix | None) -> Tensor:
     if gram is None:
         found = singular_values(matrices.to(widest(matrices)))  # in float32 the largest may overflow
         return found.double().flatten().sort().values
-    eigenvalues = torch.linalg.eigvalsh(gram.values)
-    if bool(eigenvalues[0] < GRAM_LIMIT * eigenvalues[-1]):
-        return torch.linalg.svdvals(matrices[0].double() / gram.scale).flip(0) * gram.scale
-    return eigenvalues.sqrt() * gram.scale
+    return singular_values_of_each(matrices, gram)[0]
+
+
+def singular_values_of_each(matrices: Tensor, gram: GramMatrix) -> Tensor:
+    """All singular values of each matrix of (matrices, n, d), smallest first, from their Gram matrices."""
+    eigenvalues, scale = torch.linalg.eigvalsh(gram.values), gram.scale[:, None]
+    few = (eigenvalues[:, 0] < GRAM_LIMIT * eigenvalues[:, -1]).nonzero().flatten()
+    values = eigenvalues.clamp(min=0).sqrt()
+    if len(few):
+        values[few] = torch.linalg.svdvals(matrices[few].double() / scale[few, None]).flip(-1)
+    return values * scale
 
 
 def _values_by_blocks(matrix: Stored) -> Tensor:

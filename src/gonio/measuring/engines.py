@@ -23,6 +23,7 @@ from gonio.measuring.reading.source import CheckpointPart, Source
 Engine = Literal["local", "ray"]
 Progress = Callable[[int, int], None] | None
 Result = TypeVar("Result")
+Parts = Iterator[tuple[list[int], list[Result]]]
 
 PARCELS = 4  # per worker, so that all end at about the same time
 SMALL = 1 << 20  # entries below which tensors share a parcel of a journal
@@ -104,7 +105,7 @@ class Kept(Protocol[Result]):
 
 
 def results(
-    local: Callable[[int], Result],
+    local: Callable[[Sequence[int]], Parts[Result]],
     function: Callable[..., list[Result]],
     words: Callable[[], Sequence[Any]],
     sizes: Sequence[int],
@@ -115,7 +116,7 @@ def results(
     """The results for all numbers below `len(sizes)`, in order.
 
     Args:
-        local: the result for a number, here.
+        local: the results for numbers, part by part, here.
         function: of the words and a list of numbers, on a worker that opens the files itself.
         sizes: of the work for each number.
         kept: has results, which are not made again, and gets the others.
@@ -127,7 +128,7 @@ def results(
     elif spread.jobs > 1:
         parts = _in_processes(function, words(), sizes, left, fine, spread.jobs)
     else:
-        parts = (([number], [local(number)]) for number in left)
+        parts = local(left)
     for numbers, found in parts:
         for number, one in zip(numbers, found, strict=True):
             made[number] = one
@@ -136,9 +137,6 @@ def results(
         if progress is not None:
             progress(len(made), len(sizes))
     return [made[number] for number in range(len(sizes))]
-
-
-Parts = Iterator[tuple[list[int], list[Result]]]
 
 
 def _in_processes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, 
 from gonio.measuring.figures.checkpoints import structure_of_checkpoint
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
-from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
+from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, alike, measure_tensors
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.measurements import Measurements
@@ -118,7 +118,8 @@ def measure(
         jobs: of a file, the number of processes that measure its tensors; in a script, call it below
             `if __name__ == "__main__":`.
         journal: of a file, the path of another one that keeps each row when it is made: a measurement that was stopped
-            goes on from there, if files, options and versions are the same, and repeats at most the tensors at work.
+            goes on from there, if files, options and versions are the same, and repeats at most the tensors at work:
+            one large tensor, or some small ones of one shape, in each process.
         cache: of a file, a folder that keeps the figures of its content: a measurement with the same bytes, options and
             versions reads them there, and a note says of when they are. Every byte is hashed each time. A file of ONNX
             and a model are always measured anew.
@@ -132,7 +133,7 @@ def measure(
             than 2048 filters are those of a sample, and of large weights only the largest singular value is estimated;
             both have errors. The time grows with the square of the number of filters and the cube of the smaller side
             (7 s on two cores for 4096×4096), and a copy of the weight is held in float32.
-        progress: called after each tensor with the number done and the number in all.
+        progress: called after each tensor, or some small ones of one shape, with the number done and the number in all.
 
     Returns:
         :class:`Measurements`, :class:`Differences` for two sources, or :class:`Changes` for more: printable, a mapping
@@ -176,7 +177,7 @@ def measure(
     entries = contents.entries
     with cached.opened(entries) if cached else spread.journal_of(TensorMeasurement, given, **about) as kept:
         tensors = results(
-            lambda number: measure_tensor(entries[number], extra_figures=figures, deep=deep),
+            lambda numbers: _rows(entries, numbers, figures, deep=deep),
             _measured,
             lambda: (path_of(source), None if base is None else path_of(base), figures, deep),
             [prod(entry.shape or ()) for entry in entries],
@@ -283,4 +284,17 @@ def _measured(
 ) -> list[TensorMeasurement]:
     """These tensors of a file, on a worker."""
     entries = contents_of(source, base).entries
-    return [measure_tensor(entries[number], extra_figures=extra_figures, deep=deep) for number in numbers]
+    made = {
+        n: row
+        for part, rows in _rows(entries, numbers, extra_figures, deep=deep)
+        for n, row in zip(part, rows, strict=True)
+    }
+    return [made[number] for number in numbers]
+
+
+def _rows(
+    entries: Sequence[TensorEntry], numbers: Sequence[int], extra_figures: ExtraFigures, *, deep: bool
+) -> Iterator[tuple[list[int], list[TensorMeasurement]]]:
+    """The rows of these tensors, part by part."""
+    for part in alike(entries, numbers):
+        yield part, measure_tensors([entries[n] for n in part], extra_figures=extra_figures, deep=deep)

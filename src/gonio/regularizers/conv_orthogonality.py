@@ -90,6 +90,15 @@ class ConvOrthogonality(WeightRegularizer):
         hand, and a list of layers by name.
     """
 
+    # Here and not by a decorator: it imports torch's compiler, which takes longer than all of gonio.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        torch.compiler.assume_constant_result(_made)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        torch.compiler.assume_constant_result(_made)
+
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         weight = whole(weight)  # a convolution with a shard of the kernel would be silently wrong
         if weight.shape[2:].numel() == 1:
@@ -134,9 +143,8 @@ def _form(weight: Tensor, layout: Layout) -> _Form:
     return form
 
 
-@torch.compiler.assume_constant_result  # numbers of the geometry, not a part of the graph
 def _made(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> _Form:
-    """The products of all phases one after the other."""
+    """The products of all phases one after the other: numbers of the geometry, not a part of a compiled graph."""
     # at stride 1 all shifts of a dilated kernel are multiples of the dilation
     spread = [d if s > 1 else 1 for d, s in zip(dilation, stride, strict=True)]
     taps = [[i * d for i, d in zip(tap, spread, strict=True)] for tap in product(*map(range, kernel))]

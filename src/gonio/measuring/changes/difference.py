@@ -375,7 +375,7 @@ def compared(
     """
     held, models, names = _opened(base, after)
     return models, results(
-        lambda number: reduce(*_compared(names[number], held.get(names[number]), models)),
+        lambda left: (([n], [reduce(*_compared(names[n], held.get(names[n]), models))]) for n in left),
         _reduced,
         lambda: (reduce, path_of(base), [*map(path_of, after)]),
         [prod(held[name].shape or ()) if name in held else 0 for name in names],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gonio.errors import GonioError
 from gonio.escaping import plain
@@ -22,12 +22,20 @@ from gonio.geometry import (
     quantization_error,
     welch_bound,
 )
-from gonio.geometry.blocks import NormSummary, count_nonfinite, row_norms
+from gonio.geometry.blocks import COSINE_WIDTH, GramMatrix, NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
-from gonio.geometry.pairs import PairStatistics, pair_statistics
-from gonio.geometry.spectra import SpectrumEstimate, shared_gram, spectrum_estimate
+from gonio.geometry.norms import computed_in
+from gonio.geometry.pairs import PairStatistics, pair_statistics, pair_statistics_of_each
+from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, singular_values_of_each, spectrum_estimate
 from gonio.geometry.views import PLAIN
-from gonio.measuring.reading.entry import MAYBE_PADDING, TensorEntry, are_sinusoids, numbers_of, why_no_filters
+from gonio.measuring.reading.entry import (
+    MAYBE_PADDING,
+    TensorEntry,
+    are_sinusoids,
+    may_be_fixed,
+    numbers_of,
+    why_no_filters,
+)
 from gonio.messages import are, counted, fixed, say
 from gonio.plots import angles, spectrum
 
@@ -37,10 +45,13 @@ if TYPE_CHECKING:
 
 ExtraFigures = Collection[Literal["operator_norm", "quantisation", "blocks"]]
 EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured on request
+_STACKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = (128, 32)  # entries that share a scale
 FAILED = "cannot be read"  # the begin of the reason of a tensor whose reading raised an exception
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
+SMALL = 1 << 16  # entries of a tensor up to which it is measured together with others of its shape
+STACK = 1 << 19  # entries of such tensors measured at once: 4 MiB in float64
 
 
 @dataclass(frozen=True)
@@ -223,19 +234,99 @@ TRACKED = tuple(
 )
 
 
+def alike(entries: Sequence[TensorEntry], numbers: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers of entries in parts for :func:`measure_tensors`: small tensors of one shape together.
+
+    A part has at most :data:`STACK` entries, or one tensor.
+    """
+    waiting: dict[Any, list[int]] = {}
+    for number in numbers:
+        entry = entries[number]
+        shape, layout = entry.shape or (), entry.layout
+        most = STACK // size if 0 < (size := prod(shape)) <= SMALL else 1
+        if layout is None or layout.matrices > 1 or len(shape) < 2 or most < 2:
+            yield [number]
+            continue
+        part = waiting.setdefault(key := (shape, entry.dtype, layout), [])
+        part.append(number)
+        if len(part) == most:
+            yield waiting.pop(key)
+    yield from waiting.values()
+
+
+@torch.no_grad()
+def measure_tensors(
+    entries: Sequence[TensorEntry], *, extra_figures: ExtraFigures = (), deep: bool = False
+) -> list[TensorMeasurement]:
+    """The measurements of a part of :func:`alike`; figures of ordinary tensors of one shape are computed at once."""
+    if len(entries) == 1:
+        return [measure_tensor(entries[0], extra_figures=extra_figures, deep=deep)]
+    loaded = [_loaded(entry) for entry in entries]
+    made = {} if "quantisation" in extra_figures else _together(entries, loaded)
+    return [
+        made[number] if number in made else _guarded(entry, loaded[number], extra_figures, deep=deep)
+        for number, entry in enumerate(entries)
+    ]
+
+
 @torch.no_grad()
 def measure_tensor(entry: TensorEntry, *, extra_figures: ExtraFigures = (), deep: bool = False) -> TensorMeasurement:
     """The measurement of one tensor; never raises because of the tensor: the row has the reason instead.
 
     With `deep`, all pairs and all singular values of large weights too.
     """
+    return _guarded(entry, _loaded(entry), extra_figures, deep=deep)
+
+
+def _loaded(entry: TensorEntry) -> Any:
+    """What the entry's `load` returns, or the exception that it raised."""
+    try:
+        return None if entry.load is None or entry.role == "unknown" else entry.load()
+    except Exception as error:  # reading a weight runs the model's own code, which may raise anything
+        return error
+
+
+def _guarded(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep: bool) -> TensorMeasurement:
+    """The row of what was loaded, or of the reason why there are no figures."""
     if entry.load is None or entry.role == "unknown":
         return _row(entry, status="skipped", reason=entry.reason)
     try:
-        return _measured(entry, entry.load(), extra_figures, deep=deep)
-    except Exception as error:  # reading a weight runs the model's own code, which may raise anything
+        if isinstance(raw, Exception):
+            raise raw
+        return _measured(entry, raw, extra_figures, deep=deep)
+    except Exception as error:  # as in _loaded: a tensor's class may have code of its own too
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
         return _row(entry, status="skipped", reason=f"{FAILED}: {said}")
+
+
+def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int, TensorMeasurement]:
+    """The rows of the ordinary ones among small tensors of one shape, by number.
+
+    Ordinary are finite tensors in memory that are filters, each of which has a direction.
+    """
+    layout, shape = entries[0].layout, entries[0].shape
+    plainly = [n for n, raw in enumerate(loaded) if type(raw) in (Tensor, nn.Parameter) and raw.shape == shape]
+    plainly = [n for n in plainly if loaded[n].is_cpu and loaded[n].dtype in _STACKED]
+    if layout is None or len({loaded[n].dtype for n in plainly}) != 1:
+        return {}
+    stack = torch.stack([loaded[n].detach() for n in plainly])
+    matrices = stack.transpose(1, 2).flatten(2) if layout.transposed else stack.flatten(2)
+    k, n, d = matrices.shape
+    if n > COSINE_WIDTH:
+        return {}
+    norms = row_norms(matrices.reshape(k * n, d)).view(k, n)
+    fine = torch.isfinite(stack.flatten(1).sum(1, dtype=computed_in(stack.dtype))) & torch.isfinite(norms.sum(1))
+    fine = (fine & (norms > 0).all(1) & ~may_be_fixed(stack)).nonzero().flatten()
+    if not len(fine):
+        return {}
+    figures = _filters_of_each(matrices[fine], norms[fine])
+    known: dict[str, Any] = {"shape": tuple(stack.shape[1:]), "dtype": str(stack.dtype).removeprefix("torch.")}
+    known |= {"entries": n * d, "status": "measured"}
+    whole = prod(stack.shape[3:]) == 1
+    return {
+        number: _row(entries[number], **known, **values, **({"operator_norm": values["sigma_max"]} if whole else {}))
+        for number, values in zip((plainly[place] for place in fine.tolist()), figures, strict=True)
+    }
 
 
 def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep: bool) -> TensorMeasurement:
@@ -289,10 +380,7 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], 
     fine = norms if isfinite(float(norms.sum())) else norms[torch.isfinite(norms)]
     values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, "zero_filters": 0}
     if len(fine):
-        found = NormSummary.of(fine, d)
-        values |= {"rms": found.rms, "frobenius": found.frobenius, "norm_mean": found.mean, "norm_std": found.std}
-        values |= {"norm_quantiles": found.quantiles, "norm_nonzero_min": found.nonzero_min}
-        values["zero_filters"] = found.zeros
+        values |= _norms(NormSummary.of(fine, d))
     if len(fine) < len(norms):
         notes = (*notes, f"{counted(len(norms) - len(fine), 'filter')} with non-finite entries left out")
     whole = len(fine) == len(norms) > values["zero_filters"]
@@ -308,6 +396,36 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], 
         singular = spectrum_estimate(matrices, name=name, gram=gram, deep=deep)
         values |= _spectrum(singular, matrices.shape, values["frobenius"])
     return {**values, "notes": notes}
+
+
+def _filters_of_each(matrices: Tensor, norms: Tensor) -> Iterator[dict[str, Any]]:
+    """The figures of `_filters`, of each of some finite matrices of one size without a zero filter."""
+    _, n, d = matrices.shape
+    gram = GramMatrix.of(matrices)
+    singular = singular_values_of_each(matrices, gram)
+    columns = (NormSummary.of_each(norms, d), pair_statistics_of_each(matrices, gram), _values(singular, n, d))
+    for found, pairs, values, largest in zip(*columns, singular[:, -1].tolist(), strict=True):
+        yield {
+            "groups": 1,
+            "filters": n,
+            "dim": d,
+            **_norms(found),
+            **(_angles(pairs, n, d) if pairs else {"pairs": 0}),
+            **_edge(SpectrumEstimate(largest, 0.0, None), (1, n, d), found.frobenius),
+            **values,
+        }
+
+
+def _norms(found: NormSummary) -> dict[str, Any]:
+    return {
+        "rms": found.rms,
+        "frobenius": found.frobenius,
+        "norm_mean": found.mean,
+        "norm_std": found.std,
+        "norm_quantiles": found.quantiles,
+        "norm_nonzero_min": found.nonzero_min,
+        "zero_filters": found.zeros,
+    }
 
 
 def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
@@ -330,35 +448,43 @@ def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
 
 
 def _spectrum(found: SpectrumEstimate, shape: torch.Size, frobenius: float) -> dict[str, Any]:
+    values = {} if found.values is None else next(_values(found.values[None], *shape[1:]))
+    return _edge(found, shape, frobenius) | values
+
+
+def _edge(found: SpectrumEstimate, shape: Sequence[int], frobenius: float) -> dict[str, Any]:
     _, n, d = shape
     edge = marchenko_pastur(n, d, std=frobenius / sqrt(prod(shape))).upper
-    values: dict[str, Any] = {
+    return {
         "sigma_max": found.largest,
         "sigma_error": found.error,
         "sigma_random": edge,
         "stable_rank": found.stable_rank(frobenius),
         "stable_rank_random": (frobenius / edge) ** 2,
     }
-    if found.values is None:
-        return values
-    ordered = found.values.cpu().numpy()
-    places = np.arange(33) * ((len(ordered) - 1) / 32)
-    values |= {
-        "sigma_min": float(ordered[0]),
-        "effective_rank": found.effective_rank,
-        "spectrum_quantiles": tuple(np.interp(places, np.arange(len(ordered)), ordered).tolist()),
-    }
-    deviation = chance.spectrum_deviation(found.values, n, d)
-    if deviation is None:
-        return values
-    return values | {
-        "spectrum_distance": deviation.distance,
-        "spectrum_distance_random": chance.random_spectrum_distance(n, d),
-        "spectrum_outliers": deviation.outliers,
-        "spectrum_outlier_share": deviation.outlier_share,
-        "orthogonality_defect": deviation.defect,
-        "orthogonality_defect_random": chance.random_orthogonality_defect(n, d),
-    }
+
+
+def _values(singular: Tensor, n: int, d: int) -> Iterator[dict[str, Any]]:
+    """The figures of all singular values of n×d matrices, smallest first, in a row for each tensor."""
+    ordered = singular.cpu().numpy()
+    places = np.arange(33) * ((ordered.shape[1] - 1) / 32)
+    low = places.astype(np.intp).clip(max=max(ordered.shape[1] - 2, 0))
+    below, above = ordered[:, low], ordered[:, (low + 1).clip(max=ordered.shape[1] - 1)]
+    quantiles = (below + (above - below) * (places - low)).tolist()
+    ranks = Spectrum(singular.flip(1)).effective_rank.tolist()
+    deviations = chance.spectrum_deviations(singular, n, d)
+    for least, rank, steps, deviation in zip(ordered[:, 0].tolist(), ranks, quantiles, deviations, strict=True):
+        values = {"sigma_min": least, "effective_rank": rank, "spectrum_quantiles": tuple(steps)}
+        if deviation is not None:
+            values |= {
+                "spectrum_distance": deviation.distance,
+                "spectrum_distance_random": chance.random_spectrum_distance(n, d),
+                "spectrum_outliers": deviation.outliers,
+                "spectrum_outlier_share": deviation.outlier_share,
+                "orthogonality_defect": deviation.defect,
+                "orthogonality_defect_random": chance.random_orthogonality_defect(n, d),
+            }
+        yield values
 
 
 def _rounding_errors(matrices: Tensor, positions: int) -> dict[str, float]:

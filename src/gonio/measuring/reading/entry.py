@@ -340,7 +340,7 @@ def why_no_filters(tensor: Tensor, *, lone: bool) -> str:
         lone: whether each filter has one input channel.
     """
     first = tensor.reshape(len(tensor), -1)[:2, :_BEGINNING].float()  # most tensors are told by a few entries
-    if bool(((first > 0.5) & (first < 2)).all()):
+    if bool(_near_one(first[None])):
         values = tensor.float()
         if bool(((values > 0.5) & (values < 2)).all()):
             return "every value is within a factor of two of 1: gains, not filters"
@@ -356,8 +356,7 @@ def are_sinusoids(table: Tensor) -> bool:
     References: [1] A. Vaswani et al., "Attention is all you need", 2017, section 3.5. arXiv 1706.03762
     """
     rows, columns = table.shape
-    beginning = table[0, :_BEGINNING].float().square()
-    if not bool(((beginning < 1e-4) | ((beginning - 1).abs() < 1e-2)).all()):  # most tables are told by a few entries
+    if not bool(_zeros_and_ones(table[None, 0, :_BEGINNING].float())):  # most tables are told by a few entries
         return False
 
     def fits(part: Tensor) -> bool:
@@ -367,5 +366,19 @@ def are_sinusoids(table: Tensor) -> bool:
 
     if columns % 2 or columns < 4 or rows < 2 or not fits(table[:2]) or not fits(table):
         return False
-    first = table[0].float().square()
-    return bool(((first < 1e-4) | ((first - 1).abs() < 1e-2)).all())  # position 0
+    return bool(_zeros_and_ones(table[None, 0].float()))  # position 0
+
+
+def may_be_fixed(stack: Tensor) -> Tensor:
+    """Whether each of some tensors of one shape may be one of :func:`why_no_filters` or :func:`are_sinusoids`."""
+    first = stack.flatten(2)[:, :2, :_BEGINNING].float()
+    return _near_one(first) | _zeros_and_ones(first[:, 0]) | (first >= 0).flatten(1).all(1)
+
+
+def _near_one(first: Tensor) -> Tensor:
+    return ((first > 0.5) & (first < 2)).flatten(1).all(1)
+
+
+def _zeros_and_ones(row: Tensor) -> Tensor:
+    squares = row.square()
+    return ((squares < 1e-4) | ((squares - 1).abs() < 1e-2)).all(1)
