@@ -22,9 +22,9 @@ from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.optim.holding import step_of_hold
-from gonio.surgery.anatomy import MASKED, anatomy
+from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Attention
-from gonio.surgery.products import Product, Products
+from gonio.surgery.products import MASKED, Product, Products
 from gonio.surgery.recording import Part
 
 _ENTRIES = 2**24  # of the logits that are computed at once
