@@ -114,7 +114,9 @@ def _taken_apart(model: nn.Module, run: Recording) -> Anatomy:
         tuple(run.norms),
         tuple(tuple(each) for each in names.values() if len(each) > 1),
         {path: why for path, why in unknown.items() if all(block.path != path for block in blocks.values())},
-    )
+        tuple(dict.fromkeys((call.tensor, call.out_dim > call.in_dim) for call in run.calls if call.out_dim and
+                            call.in_dim and run.parameters[call.tensor].ndim == 3)),
+    )  # fmt: skip
 
 
 def _direct(outputs: Any) -> list[Tensor]:

@@ -142,6 +142,8 @@ class Anatomy:
         embeddings, heads, routers, norms: names of parameters: tables that are looked up, layers that compute an
             output, layers whose largest outputs are chosen, and gains of norms.
         ties: names of one parameter with several, the first one first.
+        stacks: names of weights in three dimensions that are stacks of matrices, as for experts, and whether the inputs
+            of a matrix come before its outputs.
         unknown: by path, why products of queries and keys there were not taken apart.
     """
 
@@ -153,6 +155,7 @@ class Anatomy:
     norms: tuple[str, ...]
     ties: tuple[tuple[str, ...], ...]
     unknown: Mapping[str, str]
+    stacks: tuple[tuple[str, bool], ...] = ()
 
     @cached_property
     def roles(self) -> dict[str, tuple[str, ...]]:
@@ -177,9 +180,15 @@ class Anatomy:
         return {name: tuple(roles) for name, roles in found.items()}
 
     def stored_transposed(self, tensor: str) -> bool:
-        """Whether a stack of experts has its inputs before its outputs."""
-        return any((part.tensor, part.dim) == (tensor, dim) for mlp in self.mlps if mlp.experts
-                   for part, dim in ((mlp.up, 2), (mlp.gate or mlp.up, 2), (mlp.down, 1)))  # fmt: skip
+        """Whether a stack of matrices has its inputs before its outputs."""
+        return (tensor, True) in self.stacks
+
+    def rows_of_units(self, tensor: str) -> int:
+        """The number of rows of each of gate and up in a weight that computes both, one after the other; else 0."""
+        for mlp in self.mlps:
+            if mlp.gate is not None and {mlp.gate.tensor, mlp.up.tensor} == {tensor}:
+                return mlp.up.count
+        return 0
 
     def rows_of_heads(self, tensor: str) -> tuple[int, ...]:
         """The sizes of consecutive heads of a weight that computes several of queries, keys and values, in its order.
