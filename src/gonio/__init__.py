@@ -36,6 +36,7 @@ _EXPORTS = {
         "parametrize_",
         "recycle_",
         "rotate_",
+        "shrink_change_",
         "shrink_intruders_",
         "swap_",
     ),
@@ -93,6 +94,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.surgery import parametrize_ as parametrize_
     from gonio.surgery import recycle_ as recycle_
     from gonio.surgery import rotate_ as rotate_
+    from gonio.surgery import shrink_change_ as shrink_change_
     from gonio.surgery import shrink_intruders_ as shrink_intruders_
     from gonio.surgery import swap_ as swap_
     from gonio.surgery.equivalent import equivalent as equivalent

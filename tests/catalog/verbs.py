@@ -121,6 +121,7 @@ VERBS = [
     _verb("lsuv_", lambda m: S.lsuv_(m, _images()), idempotent=True),
     _verb("calibrate_", lambda m: S.calibrate_(m, [_images()]), idempotent=True),
     _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),
+    _verb("shrink_change_ to the base", lambda m: S.shrink_change_(m, m, factor=0.0), idempotent=True),
     _verb("even_out_", lambda m: S.even_out_(m), model=_network_out_of_scale, idempotent=True),
     _verb(
         "match_statistics_",

@@ -1,4 +1,4 @@
-"""`shrink_intruders_`: planted intruders scaled exactly, undone exactly, and as peft's mitigation does it."""
+"""`shrink_intruders_`: planted intruders scaled exactly, undone exactly, as peft's mitigation; `shrink_change_`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from catalog import seeded
 from foreign import torchvision
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import difference
-from gonio.surgery import shrink_intruders_
+from gonio.surgery import shrink_change_, shrink_intruders_
 
 
 def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -114,3 +114,49 @@ def test_layers_that_the_base_lacks_are_noted() -> None:
     del state["1.weight"]
     edited = shrink_intruders_(tuned, state)
     assert "1: the base has no weight of this path and shape" in str(edited)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.125, 1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_whole_change_is_scaled_biases_included(factor: float, dtype: torch.dtype) -> None:
+    base, tuned = pair(dtype)
+    with torch.no_grad():
+        tuned[3].bias += 1.0
+    before = {name: value.clone() for name, value in tuned.state_dict().items()}
+    edited = shrink_change_(tuned, base.state_dict(), factor=factor)
+    assert [change.path for change in edited.changes] == ["0", "1", "2", "3"]
+    for name, old in base.state_dict().items():
+        exact = old.double() + factor * (before[name].double() - old.double())
+        tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(tuned.state_dict()[name].double(), exact, atol=tolerance, rtol=tolerance)
+        if factor in (0.0, 1.0):
+            assert torch.equal(tuned.state_dict()[name], before[name] if factor else old)
+    edited.undo_()
+    assert all(torch.equal(value, before[name]) for name, value in tuned.state_dict().items())
+
+
+def test_a_change_is_scaled_where_it_is_asked_and_known() -> None:
+    base, tuned = pair()
+    before = copy.deepcopy(tuned)
+    shrink_change_(tuned, base, where="0", factor=0.0)
+    assert torch.equal(tuned[0].weight, base[0].weight)
+    assert torch.equal(tuned[1].weight, before[1].weight)
+    state = {name: value for name, value in base.state_dict().items() if not name.startswith("3")}
+    assert "3: the base has no weight of this path and shape" in str(shrink_change_(tuned, state))
+
+
+def test_what_a_change_cannot_be_scaled_by() -> None:
+    base, tuned = pair()
+    with pytest.raises(InvalidArgumentError, match="needs a factor >= 0; found -1"):
+        shrink_change_(tuned, base, factor=-1)
+    with pytest.raises(NotApplicableError, match="the base has no weight of its path and shape"):
+        shrink_change_(tuned, {})
+    with pytest.raises(NoMatchError, match="shrink_change_"):
+        shrink_change_(nn.Sequential(nn.ReLU()), {})
+    with torch.no_grad():
+        tuned[2].weight[0, 0, 0, 0] = torch.nan
+    before = {name: value.clone() for name, value in tuned.state_dict().items()}
+    with pytest.raises(NotApplicableError, match="it or its base has values that are not finite"):
+        shrink_change_(tuned, base)
+    for name, value in tuned.state_dict().items():  # a refused verb has changed nothing
+        assert torch.equal(value.nan_to_num(7), before[name].nan_to_num(7))

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -254,7 +255,7 @@ def test_an_interruption_has_its_code_and_can_be_resumed(
 
 
 def _rows(study: Path) -> list[tuple[object, ...]]:
-    with sqlite3.connect(study / "study.db") as database:
+    with closing(sqlite3.connect(study / "study.db")) as database, database:
         return database.execute("SELECT hash, seed, record FROM runs ORDER BY hash, seed").fetchall()
 
 

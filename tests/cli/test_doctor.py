@@ -79,8 +79,8 @@ def test_a_base_tells_what_fine_tuning_changed(folder: Path) -> None:
     save_file({**state, "0.weight": -2 * state["0.weight"]}, "tuned.safetensors")
     options = ("--model", "net.py:network", "--base", "fine.safetensors", "--json", "-")
     content = json.loads(invoke("doctor", "tuned.safetensors", *options).stdout)
-    (step,) = [each for each in content["steps"] if "G502" in each["codes"]]
-    assert (step["verb"], step["verdict"]) == ("shrink_intruders_", "not applied")
-    assert step["proof"].startswith("not provable without data")
+    steps = [each for each in content["steps"] if "G502" in each["codes"]]
+    assert [step["verb"] for step in steps] == ["shrink_change_", "shrink_intruders_"]
+    assert all(step["proof"].startswith("not provable without data") for step in steps)
     refused = invoke("doctor", "tuned.safetensors", "--base", "fine.safetensors")
     assert (refused.exit_code, "--base takes a model; found a file alone" in refused.stderr) == (2, True)

@@ -27,6 +27,9 @@ TASKS = {
     "compare-with-your-own-script": 1,
     "scale-shift-invariant-decay": 1,
     "find-what-is-unusual": 1,
+    "batch-norm-imported-wrongly": 1,
+    "adapter-that-dwarfs-its-base": 1,
+    "network-that-does-not-start": 1,
 }
 TASK = re.compile(
     r"^```\{code-cell\}\n:tags: \[task\]\n(.*?)^```$|^<!-- task -->\n```\w+\n(.*?)^```$", flags=re.M | re.S

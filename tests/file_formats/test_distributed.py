@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +104,19 @@ def test_equal_weights_have_equal_figures(tmp_path: Path, content: dict[str, Any
 def test_dtypes_are_read_as_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     state = {name: value.to(dtype) for name, value in STATE.items()}
     assert_equal_figures(saved(tmp_path / "dcp", {"model": state}), state, tmp_path / "safe")
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_folders_that_other_pythons_wrote_are_read(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metadata hold a path, whose class has had its home in `pathlib._local` in Python 3.13."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module, pathlib)
+        patch.setattr(type(tmp_path), "__module__", module)
+        source = saved(tmp_path / "dcp", {"model": STATE})
+    assert module.encode() + b"\x94" in (source / ".metadata").read_bytes()
+    assert_equal_figures(source, STATE, tmp_path / "safe")
 
 
 def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:

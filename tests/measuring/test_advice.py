@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,6 +171,16 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (convolutions(nn.BatchNorm2d), {"batch": 3 + 5 * IMAGES}),  # it has seen no batch
             ],
         ),
+        "G412": (
+            [(deep(0.02), {"batch": seeded(64, 6)}), (deep(2.0), {"batch": seeded(64, 6)})],
+            [
+                (deep(0.02), {}),
+                (deep(0.3), {"batch": seeded(64, 6)}),  # a factor of about 100
+                (deep(0.02, norm=True), {"batch": seeded(64, 6)}),
+                (deep(0.0), {"batch": seeded(64, 6)}),  # G101
+                (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)), {"batch": 1e9 * seeded(64, 6)}),
+            ],
+        ),
         "G411": (
             [(forgotten(normed()), {})],
             [
@@ -228,6 +239,23 @@ def drawn(kind: type[nn.Module]) -> nn.Sequential:
 
 def chain(zero: int | None) -> nn.Sequential:
     return zeroed(nn.Sequential(nn.Flatten(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), zero)
+
+
+def deep(std: float, *, norm: bool = False) -> nn.Sequential:
+    """Ten layers with ReLU and weights of this standard deviation; each changes the size by about std · 5.7."""
+    torch.manual_seed(0)
+    widths = [6, *[64] * 10]
+    kinds = [nn.Linear, nn.LayerNorm, nn.ReLU] if norm else [nn.Linear, nn.ReLU]
+    layers = [
+        kind(a, b) if kind is nn.Linear else kind(b) if kind is nn.LayerNorm else kind()
+        for a, b in itertools.pairwise(widths)
+        for kind in kinds
+    ]
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=std)
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers, nn.Linear(64, 3))
 
 
 def biased(bias: float, *, units: int = 64) -> nn.Sequential:

@@ -53,6 +53,7 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
     "init_": lambda m: gonio.init_(m, gonio.init.orthogonal_, gain=3.0),
     "lsuv_": lambda m: gonio.lsuv_(m, X),
     "even_out_": lambda m: gonio.even_out_(_out_of_scale(m)),
+    "shrink_change_": lambda m: gonio.shrink_change_(m, {n: 0 * p for n, p in m.state_dict().items()}),
     "shrink_intruders_": lambda m: gonio.shrink_intruders_(m, m, k=99, threshold=2, factor=0),
 }
 

@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def ended(folder: Path, *words: str) -> Study:
 def rows(folder: Path) -> int:
     if not (folder / "plan.json").exists():
         return 0
-    with sqlite3.connect(folder / "study.db") as database:
+    with closing(sqlite3.connect(folder / "study.db")) as database, database:
         return int(database.execute("SELECT COUNT(*) FROM runs").fetchone()[0])
 
 

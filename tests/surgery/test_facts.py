@@ -156,6 +156,8 @@ def test_stated_facts_are_what_running_shows() -> None:
     for kind, stated in list(facts._STATED.items()):
         if stated.removes_scale is None or kind in (nn.SyncBatchNorm, nn.LayerNorm, nn.RMSNorm):
             continue
+        if not kind.__module__.startswith("torch."):  # another test's, or an example's, of this process
+            continue
         dims = next((d for d in (1, 2, 3) if f"{d}d" in kind.__name__), 2)
         layer = kind(2, 4) if kind is nn.GroupNorm else kind(4)
         found = measure(layer, [(6, 4, *[5] * dims)])

@@ -241,7 +241,7 @@ class Edited:
 
 
 def run_reversed(inverses: Sequence[Callable[[], None]]) -> None:
-    """Run the inverses latest first, each of them even if another one fails, and all once more after Ctrl-C.
+    """Run the inverses latest first, each twice if it fails and then the others, and all once more after Ctrl-C.
 
     Each must be one that can run again. The first error, or the interruption, is raised in the end.
     """
@@ -250,10 +250,12 @@ def run_reversed(inverses: Sequence[Callable[[], None]]) -> None:
     while True:
         try:
             for inverse in reversed(inverses):
-                try:
-                    inverse()
-                except Exception as error:
-                    failure = failure or error
+                for _ in range(2):  # an error that does not come again leaves the model as before, not between
+                    try:
+                        inverse()
+                        break
+                    except Exception as error:
+                        failure = failure or error
             break
         except BaseException as error:
             failure = error

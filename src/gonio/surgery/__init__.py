@@ -30,7 +30,7 @@ from gonio.surgery.parametrize import parametrize_
 from gonio.surgery.recording import Part
 from gonio.surgery.recycle import recycle_
 from gonio.surgery.rotate import rotate_
-from gonio.surgery.shrink import shrink_intruders_
+from gonio.surgery.shrink import shrink_change_, shrink_intruders_
 from gonio.surgery.swap import swap_
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     "recycle_",
     "rotate_",
     "select",
+    "shrink_change_",
     "shrink_intruders_",
     "sites",
     "swap_",

@@ -1,4 +1,4 @@
-"""`shrink_intruders_`: scale down the top singular directions of tuned weights that their base does not have."""
+"""Scale down what a fine-tuning has changed: all of it, or the top singular directions that its base does not have."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ def shrink_intruders_(
     if not 0 <= factor < float("inf"):
         raise InvalidArgumentError("shrink_intruders_ needs a factor >= 0", f"{factor}", "Use for example 0.75.")
     refuse_flat_shards(model, "shrink_intruders_")
-    state = unwrapped(base).state_dict() if isinstance(base, nn.Module) else base
-    weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    weights = _tensors(base)
     found = select(model, where, verb="shrink_intruders_", can_act=can_act)
     with Edit(model, "shrink_intruders_") as edit:
         missing: list[str] = []
@@ -84,13 +83,95 @@ def shrink_intruders_(
                 done.add(id(weight))
                 _shrink(edit, site, whole(before.detach()), factor, k, threshold)
         edit.note_stays(left_out(model, where, can_act=can_act))
-        if missing:
-            edit.note(f"{listing(missing)}: the base has no weight of this path and shape")
-        if len(missing) == len(found):
-            why = "the base has no weight of its path and shape"
-            do = "Pass the model before fine-tuning, with the same names."
-            raise NotApplicableError("shrink_intruders_", missing[0], why, do, action="change")
+        _note_missing(edit, "shrink_intruders_", missing, len(found))
     return edit.done()
+
+
+def shrink_change_(
+    model: nn.Module, base: nn.Module | Mapping[str, Any], *, where: Where = None, factor: float = 0.5
+) -> Edited:
+    r"""Multiply the change of a fine-tuned model's parameters since its base by `factor`.
+
+    .. math:: W' \leftarrow W + \text{factor} \, (W' - W)
+
+    for each parameter W' and its base W, weights and biases alike. This is the repair of an adapter that was merged
+    with a scale (alpha/r) that is too large, and the interpolation between a fine-tuned model and its base. Buffers
+    stay: measure the running statistics of batch norms anew (:func:`gonio.calibrate_`).
+
+    Args:
+        model: fine-tuned; adapters must be merged.
+        base: the model before, or its state dict; parameters are matched by path.
+        where: which layers; None for all with a parameter in the base.
+        factor: 1 changes nothing, 0 restores the base, above 1 the change grows.
+
+    Raises:
+        NoMatchError: if no selected layer has a parameter.
+        InvalidArgumentError: for a factor that is negative or not finite.
+        NotApplicableError: if the base has none of the parameters, for values that are not finite, and for a model in
+            FSDP 1.
+
+    Example:
+        >>> base, tuned = nn.Linear(4, 4), nn.Linear(4, 4)
+        >>> change = (tuned.weight - base.weight).norm()
+        >>> print(gonio.shrink_change_(tuned, base, factor=0.25))
+        shrink_change_: 1 module
+          the model  the change of weight and bias scaled by 0.25
+        >>> round(float((tuned.weight - base.weight).norm() / change), 4)
+        0.25
+
+    References: M. Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR 2022, arXiv 2109.01903, section 3
+        (the mixing coefficient α, of all parameters).
+    """
+    if not 0 <= factor < float("inf"):
+        raise InvalidArgumentError("shrink_change_ needs a factor >= 0", f"{factor}", "Use for example 0.5.")
+    refuse_flat_shards(model, "shrink_change_")
+    weights = _tensors(base)
+    found = select(model, where, verb="shrink_change_", can_act=can_interpolate)
+    with Edit(model, "shrink_change_") as edit:
+        missing: list[str] = []
+        done: set[int] = set()
+        for site in found:
+            names = []
+            for name, parameter in site.module.named_parameters(recurse=False):
+                before = weights.get(f"{site.path}.{name}" if site.path else name)
+                if before is None or before.shape != parameter.shape:
+                    continue
+                names.append(name)
+                if id(parameter) not in done:
+                    done.add(id(parameter))
+                    edit.set_data_(parameter, _between(site, whole(before.detach()), whole(parameter.detach()), factor))
+            if names:
+                edit.changed(site.path, f"the change of {listing(names)} scaled by {factor:g}")
+            else:
+                missing.append(site.path or "the model")
+        edit.note_stays(left_out(model, where, can_act=can_interpolate))
+        _note_missing(edit, "shrink_change_", missing, len(found))
+    return edit.done()
+
+
+def _tensors(base: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+    state = unwrapped(base).state_dict() if isinstance(base, nn.Module) else base
+    return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _note_missing(edit: Edit, verb: str, missing: list[str], selected: int) -> None:
+    """Name the layers that the base does not have; refuse if it has none of those selected."""
+    if missing:
+        edit.note(f"{listing(missing)}: the base has no weight of this path and shape")
+    if len(missing) == selected:
+        why = "the base has no weight of its path and shape"
+        do = "Pass the model before fine-tuning, with the same names."
+        raise NotApplicableError(verb, missing[0], why, do, action="change")
+
+
+@torch.no_grad()
+def _between(site: Site, before: Tensor, now: Tensor, factor: float) -> Tensor:
+    if not bool(torch.isfinite(now).all()) or not bool(torch.isfinite(before).all()):
+        why = "it or its base has values that are not finite"
+        raise NotApplicableError("shrink_change_", site.path, why, "Restore it.", action="change", kind=site.kind)
+    wide = torch.promote_types(now.dtype, torch.float32)
+    old, new = before.to(now.device, wide), now.to(wide)
+    return new if factor == 1 else (old + factor * (new - old)).to(now.dtype)
 
 
 @torch.no_grad()
@@ -134,3 +215,20 @@ def can_act(module: nn.Module) -> str | None:
     except (NotApplicableError, InvalidArgumentError):
         return "its weight is not a stack of filters"
     return "its filters are too few to have top directions" if min(n, d) < 2 else None
+
+
+def can_interpolate(module: nn.Module) -> str | None:
+    """Why :func:`shrink_change_` cannot act on a layer; None if it can.
+
+    Example:
+        >>> from gonio.surgery.shrink import can_interpolate
+        >>> can_interpolate(nn.LayerNorm(4)), can_interpolate(nn.ReLU())
+        (None, 'it has no parameters of its own')
+    """
+    own = [p for p in module._parameters.values() if p is not None]
+    for parameter in own:
+        if (why := why_not_dense(parameter)) is not None:
+            return why
+    if not any(p.is_floating_point() or p.is_complex() for p in own):
+        return "it has no parameters of its own"
+    return "its parameters are on the meta device" if any(p.is_meta for p in own) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_finished_claim_is_not_run_again_and_a_lost_run_is(tried: tuple[Path, 
     again = judge_claims([claim()], folder)
     assert again.results[0].values == found.results[0].values
     assert (folder / "demo" / "study.db").stat().st_mtime_ns == before
-    with sqlite3.connect(folder / "demo" / "study.db") as database:  # as if the process had been killed before the row
+    with closing(sqlite3.connect(folder / "demo" / "study.db")) as database, database:  # as if killed
         database.execute("DELETE FROM runs WHERE seed = 1")
     assert judge_claims([claim()], folder).results[0].missing == 1
     resumed = try_claims([claim()], folder, jobs=1)

@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import gonio
+from gonio.errors import NotApplicableError
 from gonio.lab import Split, Task, TrainingConfig
+from gonio.lab.tasks import Metric
+from gonio.lab.treating.change import best_scale
 from gonio.measuring.findings.remedies import PROOFS
 from gonio.measuring.findings.rules import RULES, explain, rule_texts
 
@@ -214,6 +217,58 @@ def test_intruders_take_the_base_and_a_task() -> None:
     assert step.options == {"factor": 0.0, "where": ["2"]}
     assert step.verdict in ("kept", "undone")
     assert step.proved == (step.verdict == "kept")
+
+
+def explained(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    return float(100 - 100 * (outputs.double() - targets.double()).square().mean() / targets.double().var())
+
+
+def linear_change(scale: float) -> tuple[nn.Sequential, nn.Sequential, Task]:
+    """A linear base, a model whose change is `scale` times the right one, and the task that it was changed for."""
+    random = torch.Generator().manual_seed(5)
+    base, right = (nn.Sequential(nn.Linear(8, 4)) for _ in range(2))
+    with torch.no_grad():
+        for model, size in ((base, 1.0), (right, 0.5)):
+            for parameter in model.parameters():
+                parameter.copy_(size * torch.randn(parameter.shape, generator=random))
+        right[0].weight += base[0].weight
+        tuned = copy.deepcopy(right)
+        for new, old in zip(tuned.parameters(), base.parameters(), strict=True):
+            new.copy_(old + scale * (new - old))
+
+    def split(count: int) -> Split:
+        inputs = torch.randn(count, 8, generator=random)
+        return Split(inputs, right(inputs).detach() + 0.1 * torch.randn(count, 4, generator=random))
+
+    task = Task(
+        name="plane", train=split(96), validation=split(96), test=split(96), model="none", sizes={}, sesoi=1.0,
+        loss=nn.functional.mse_loss, metric=Metric("explained variance", explained, "max", "%"),
+        training=TrainingConfig(epochs=1, batch_size=12, lr=0.05),
+    )  # fmt: skip
+    return base, tuned, task
+
+
+def test_a_change_with_a_wrong_scale_gets_the_right_one() -> None:
+    base, wrong, data = linear_change(8.0)
+    _, right, _ = linear_change(1.0)
+    treated = gonio.doctor(wrong, task=data, base=base)
+    (step,) = treated.kept
+    assert (step.verb, step.codes, step.options) == ("shrink_change_", ("G502",), {"factor": 0.125})
+    assert step.proof.startswith("improved: explained variance")
+    assert "G502" not in {finding.code for finding in treated.after.findings}
+    for new, exact in zip(treated.model.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(new, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_the_factor_is_told_by_the_training_data_and_the_model_stays() -> None:
+    base, tuned, data = linear_change(8.0)
+    before = copy.deepcopy(tuned.state_dict())
+    assert best_scale(tuned.train(), base, data, ["0"]) == {"factor": 0.125}
+    assert tuned.training
+    assert all(torch.equal(value, before[name]) for name, value in tuned.state_dict().items())
+    base, tuned, data = linear_change(1.0)
+    with pytest.raises(NotApplicableError, match="no smaller change has a lower loss on the training data"):
+        best_scale(tuned, base, data, [])
 
 
 def test_the_proof_says_improved_or_not_inferior() -> None:

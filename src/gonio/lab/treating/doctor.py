@@ -16,11 +16,13 @@ from gonio.errors import GonioError, InvalidArgumentError
 from gonio.lab.judging.results import Results
 from gonio.lab.tasks import resolve
 from gonio.lab.tasks.task import Task
+from gonio.lab.treating.change import best_scale
 from gonio.lab.treating.proof import held_out, same_function, scores, study_of
 from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
 from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
+from gonio.measuring.changes.rules import TENSOR_RULES
 from gonio.measuring.findings.remedies import Remedy
 from gonio.measuring.findings.rules import rule_texts, worst_first
 from gonio.messages import fixed, said_by, say
@@ -32,6 +34,7 @@ from gonio.surgery import (
     match_statistics_,
     recycle,
     recycle_,
+    shrink_change_,
     shrink_intruders_,
 )
 
@@ -42,8 +45,8 @@ _RETRAINED = 4  # layers at most
 # statistics behind them are the old ones, and of others after new statistics. Verbs that keep the function come last,
 # because they would hide where a damage is.
 _ORDER = (
-    "match_statistics_", "shrink_intruders_", "even_out_", "retrain_ named", "calibrate_", "retrain_", "balance_",
-    "recycle_",
+    "match_statistics_", "shrink_change_", "shrink_intruders_", "even_out_", "retrain_ named", "calibrate_", "retrain_",
+    "balance_", "recycle_",
 )  # fmt: skip
 _HIDING = ("calibrate_", "even_out_")  # new statistics and guesses end findings that are not wholly repaired
 _PLACES = {verb: place for place, verb in enumerate(_ORDER)}
@@ -63,8 +66,8 @@ def doctor(
     2. Others by the task: a study (:class:`gonio.lab.Results`, the step's `results`) compares the treated model with
        the untreated one in pairs of scores of up to 20 blocks of validation examples. First non-inferiority: the 95 %
        interval of the mean difference of the metric lies above −`task.sesoi`. Then improvement: it lies above 0.
-       Guesses (`even_out_`) and new training (`retrain_`) are kept only if they improve the score. The test split is
-       not used.
+       Guesses (`even_out_`), new training (`retrain_`) and a smaller change (`shrink_change_`, by the power of 1/2 that
+       the training data prefer) are kept only if they improve the score. The test split is not used.
 
     What the model still knows is tried first (`match_statistics_`), then guesses, then statistics, then `retrain_` of
     one named layer after the other on the task's training data, which is also tried where guesses or new statistics
@@ -215,13 +218,18 @@ class _Case:
         if not exact and self.inputs.task is not None and not self._scores:
             self._scores = scores(self.model, self.inputs.task)
         try:
+            if remedy.verb == "shrink_change_":
+                options = _scaled(self.model, self.inputs, options)
+                step = replace(step, options=options)
             edit = _VERBS[remedy.verb](self.model, self.inputs, options)
         except GonioError as error:
             return replace(step, proof=say("refused: {error}", error=said_by(error)))
         if not edit.changes:
             return replace(step, proof=say("it finds nothing to change"))
         after = self.inputs.measured(self.model)
-        harm = _no_help(self.found, after, treats, better=remedy.proof == "better held-out score")
+        # A change that dwarfs its base hides its intruders among those of chance; a smaller one shows them.
+        shown = frozenset(TENSOR_RULES) if remedy.verb == "shrink_change_" else frozenset[str]()
+        harm = _no_help(self.found, after, treats, better=remedy.proof == "better held-out score", shown=shown)
         now: list[float | None] = []
         results: Results | None = None
         if not exact and self.inputs.task is not None:
@@ -310,6 +318,13 @@ def _where(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options) | ({"where": lambda path, _: path in paths} if paths else {})
 
 
+def _scaled(model: nn.Module, inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `shrink_change_` with the factor that the training data tell."""
+    if inputs.task is None:
+        raise InvalidArgumentError("shrink_change_ chooses its factor by a task", "a batch", "Pass a task.")
+    return best_scale(model, inputs.base, inputs.task, options.get("where", []))
+
+
 def _retrained(model: nn.Module, inputs: _Inputs, options: dict[str, Any]) -> Edited:
     if inputs.task is None:
         do = "Pass a task."
@@ -327,14 +342,17 @@ _VERBS: dict[str, Callable[[nn.Module, _Inputs, dict[str, Any]], Edited]] = {
     ),
     "recycle_": lambda model, inputs, options: recycle_(model, example=inputs.example, **_where(options)),
     "retrain_": _retrained,
+    "shrink_change_": lambda model, inputs, options: shrink_change_(model, inputs.base, **_where(options)),
     "shrink_intruders_": lambda model, inputs, options: shrink_intruders_(model, inputs.base, **_where(options)),
 }
 
 
-def _no_help(before: Measurements, after: Measurements, treats: list[Finding], *, better: bool) -> str:
-    """Why a change did not help; empty if it did. A better score is help enough."""
+def _no_help(
+    before: Measurements, after: Measurements, treats: list[Finding], *, better: bool, shown: frozenset[str]
+) -> str:
+    """Why a change did not help; empty if it did. A better score is help enough. `shown`: codes that do not count."""
     left, known = _keys(after.findings), _keys(before.findings)
-    new = sorted({f.code for f in after.findings if f.level != "info" and _key(f) not in known})
+    new = sorted({f.code for f in after.findings if f.level != "info" and _key(f) not in known and f.code not in shown})
     if new:
         return say("it causes other findings: {codes}", codes=", ".join(new))
     if not better and _keys(treats) <= left:

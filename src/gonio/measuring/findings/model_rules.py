@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod, sqrt
+from math import isfinite, prod, sqrt
 
 import torch
 from torch import nn
@@ -170,6 +170,34 @@ def out_of_scale(signal: Signal, *, norm: bool, weighted: bool) -> float | None:
     size = signal.rms if norm else signal.gain if weighted else None  # a norm's input counts as of unit size
     far = size is not None and (size > _FACTOR or (not norm and 0 < size < 1 / _FACTOR))
     return size if far else None
+
+
+_COMPOUNDED = 1e6  # in several layers, each of which may be within _FACTOR
+
+
+@rule("G412", ADVICE)
+def _vanishing(facts: ModelFacts) -> str | None:
+    found, most, norms = None, 1.0, {norm.path for norm in facts.norms}
+    first: tuple[str, float] | None = None  # weighted layer since the last norm, and the size of its input
+    for signal in facts.signals:
+        if signal.path in norms:
+            first = None
+        if signal.path in norms or signal.path not in facts.weighted or not signal.gain or not isfinite(signal.rms):
+            continue
+        size = signal.rms / signal.gain
+        if size == 0:  # dead, or the end of a branch that starts at 0
+            continue
+        first = first or (signal.path, size)
+        factor = size / first[1]
+        if max(factor, 1 / factor) > max(_COMPOUNDED, most):
+            most = max(factor, 1 / factor)
+            found = say(
+                "the input of {path} has {factor:.2g} times the size of that of {first}, and no norm lies between them",
+                path=signal.path,
+                factor=factor,
+                first=first[0],
+            )
+    return found
 
 
 def stale(signal: Signal) -> bool:

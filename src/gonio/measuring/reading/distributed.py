@@ -43,7 +43,11 @@ _CLASSES = frozenset(
         *(f"{_HOME}{name}" for name in _OF_METADATA),
         *(f"{_OLD}{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         *(f"torch.distributed.checkpoint.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
-        *(f"pathlib.{name}" for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")  # the second in Python 3.13
+            for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+        ),
         *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", "builtins.set"),
     }
 )
