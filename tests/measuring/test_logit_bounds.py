@@ -255,6 +255,7 @@ def ratios(model: nn.Module, example: Any, steps: int = 40) -> list[float]:
 
 def after_training(model: nn.Module, example: Any) -> nn.Module:
     """It learns a random output."""
+    model.train()
     optimizer, target = torch.optim.Adam(model.parameters(), lr=0.02), None
     for _ in range(60):
         out = call(model, example)
@@ -263,7 +264,7 @@ def after_training(model: nn.Module, example: Any) -> nn.Module:
         optimizer.zero_grad()
         (out - target).square().mean().backward()
         optimizer.step()
-    return model
+    return model.eval()
 
 
 KINDS = {
