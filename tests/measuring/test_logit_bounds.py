@@ -98,6 +98,17 @@ def test_rotary_positions_shared_keys_and_a_scale() -> None:
     assert bounds(model) == pytest.approx(by_hand(model, rotary="half", scale=0.7).tolist(), rel=MEASURED)
 
 
+def test_tokens_that_are_zero_say_nothing() -> None:
+    model = net(_rotary, nn.RMSNorm(WIDTH))
+    for layer in (model.q, model.k):
+        layer.bias.data.zero_()
+    some = X.clone()
+    some[0, 1] = 0
+    assert [head.logit_bound for head in gonio.measure(model, batch=some).heads] == pytest.approx(
+        by_hand(model, rotary="half", scale=0.7).tolist(), rel=MEASURED
+    )
+
+
 def test_norms_of_queries_and_keys() -> None:
     model = net(_normed, rms(), of_q=nn.RMSNorm(SIZE), of_k=nn.RMSNorm(SIZE))
     gains = {"query_gain": model.of_q.weight.detach(), "key_gain": model.of_k.weight.detach()}

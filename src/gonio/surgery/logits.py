@@ -95,7 +95,7 @@ def _scale(product: Product) -> float | None:
         return None
     expected = noise.reshape(*query.shape[:-1], key.shape[-2]) @ key.detach()
     scale = float((found * expected).sum() / expected.square().sum())
-    return scale if _equal(found, scale * expected) else None
+    return _rounded(scale) if _equal(found, scale * expected) else None
 
 
 def _turned(query: Sequence[frozenset[int]] | None, key: Sequence[frozenset[int]] | None) -> tuple[int, ...] | None:
@@ -135,12 +135,20 @@ def _ratio(found: Sequence[Tensor], of: Sequence[Tensor]) -> float | None:
     ratios = []
     for a, b in zip(found, of, strict=True):
         lengths = [t.detach().double().reshape(-1, t.shape[-1]).norm(dim=-1).sort().values for t in (a, b)]
-        if len(lengths[0]) != len(lengths[1]) or not bool((lengths[1] > 0).all()):
+        if len(lengths[0]) != len(lengths[1]) or bool(((lengths[0] == 0) != (lengths[1] == 0)).any()):
             return None
-        ratios.append(lengths[0] / lengths[1])
+        there = lengths[1] > 0  # a token of padding may be 0
+        ratios.append(lengths[0][there] / lengths[1][there])
     every = torch.cat(ratios)
+    if not len(every):
+        return None
     mean = float(every.mean())
-    return mean if bool(((every - mean).abs() <= _EQUAL * mean).all()) else None
+    return _rounded(mean) if bool(((every - mean).abs() <= _EQUAL * mean).all()) else None
+
+
+def _rounded(measured: float) -> float:
+    """To the digits that every run has."""
+    return float(f"{measured:.5g}")
 
 
 def _depends(out: Tensor, on: Tensor) -> bool:
