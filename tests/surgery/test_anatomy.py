@@ -292,7 +292,7 @@ def test_experts_that_are_stored_with_their_inputs_first() -> None:
     assert (mlp.experts, str(mlp.gate), str(mlp.up)) == (3, "0.wide[:, :, 0:8]", "0.wide[:, :, 8:16]")
     assert found.roles["0.narrow"] == ("down", "expert")
     groups = gonio.param_groups(model, matrices=True, heads=found)
-    assert groups.matrices["0.wide"] == "3 matrices 16×6"
+    assert groups.matrices["0.wide"] == "6 matrices 8×6"
     assert groups.matrices["0.narrow"] == "3 matrices 6×8"
     blocks = Blocks.of(groups[0]["blocks"][0])
     assert torch.equal(blocks.join(blocks.split(model[0].wide), model[0].wide), model[0].wide)
