@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from importlib.metadata import version as installed_version
 from inspect import getdoc, ismodule
@@ -24,7 +26,7 @@ release = version = installed_version("gonio")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme, html_title, html_math_renderer = "furo", f"gonio {release}", "mathml"
 html_extra_path, html_static_path = ["llms.txt", "schemas"], ["_static"]
-html_css_files, html_js_files = ["site.css"], ["tables.js"]
+html_css_files, html_js_files = ["site.css"], ["tables.js", "versions.js"]
 
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
@@ -135,8 +137,31 @@ def pairs(word: str) -> list[str]:
     return [word[i : i + 2] for i in range(max(len(word) - 1, 1))]
 
 
+def versions(released: str, earlier: str) -> list[dict[str, str]]:
+    """The versions that have a site, this one first, each with the address of its site from this one's folder.
+
+    Args:
+        earlier: the `versions.json` of the site that is published; empty if there is none.
+    """
+    others = [{"version": str(one["version"]), "url": str(one["url"])} for one in json.loads(earlier or "[]")]
+    return [{"version": released, "url": "./"}, *(one for one in others if one["version"] != released)]
+
+
+def write_versions(app: Sphinx, exception: Exception | None) -> None:
+    """Write `versions.json`, which the switch of versions reads where the site is served."""
+    if exception is None and app.builder.format == "html":
+        text = json.dumps(SITES, ensure_ascii=False, indent=1)
+        (Path(app.outdir) / "versions.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+# VERSIONS names the list of the published site, whose addresses are from the folder of the new one, e.g. `../0.1.0/`.
+SITES = versions(release, Path(os.environ["VERSIONS"]).read_text("utf-8") if os.environ.get("VERSIONS") else "")
+
+
 def setup(app: Sphinx) -> None:
     """Search in two languages; MathML instead of MathJax: current browsers show it offline, without a script."""
+    app.add_js_file(None, body=f"window.gonioVersions = {json.dumps(SITES)};")
+    app.connect("build-finished", write_versions)
     app.add_search_language(SearchWords)  # of the whole site, whose language is English
     app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
     app.connect("builder-inited", write_reference)

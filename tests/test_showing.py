@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from inspect import isclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -65,6 +68,29 @@ def test_objects_without_a_table() -> None:
     assert repr(claim) == f"<Claim gain-tanh: {claim.claim}>"
     found = gonio.geometry.near_duplicates(torch.eye(3))
     assert repr(found).startswith("<NearDuplicates: 0 pairs with |cosine| >= 0.95 among 3 vectors")
+
+
+def test_no_public_object_shows_its_address(tmp_path: Path) -> None:
+    """But three: `Edit`, which a verb has while it acts, and the abstract `Selector` and `Schedule`."""
+    packages = [gonio, *MODULES]
+    public = {name: getattr(package, name) for package in packages for name in package.__all__}
+    plainly = {name for name, one in public.items() if isclass(one) and one.__repr__ is object.__repr__}
+    assert plainly == {"Edit", "Schedule", "Selector"}
+    model = nn.Sequential(nn.Linear(4, 3))
+    assert repr(gonio.lab.Run({"name": "<b>"}, seed=3, folder=tmp_path)) == "<Run of <b> with seed 3>"
+    study = gonio.lab.Study.create(tmp_path / "s", gonio.lab.make_plan(["orthogonal-init"], seeds=2))
+    assert repr(study) == f"<Study {tmp_path / 's'}: baseline, orthogonal-init>"
+    assert re.fullmatch(
+        r"<Certificate: constant from [\d.]+ to [\d.]+, 1 rows>", repr(gonio.certify(model, example=torch.eye(4)))
+    )
+    groups = gonio.param_groups(model, weight_decay=1e-4)
+    assert repr(groups) == "<ParamGroups: weight decay 0.0001 on 1 tensor, not on 1>"
+    assert not hasattr(groups, "_repr_html_"), "a notebook shows the line, not the weights"
+
+
+def test_a_large_change_is_explained_for_a_fine_tuned_model_and_for_an_adapter() -> None:
+    do = gonio.measuring.explain("G502").partition("What to do: ")[2].splitlines()[0]
+    assert do.startswith("Check the learning rate; of an adapter also its scale")
 
 
 def test_lengths_and_truth() -> None:

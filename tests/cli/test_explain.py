@@ -65,3 +65,20 @@ def test_columns_of_every_table_are_explained(title: str) -> None:
 def test_rules_are_listed_in_order_and_models_in_plain_words() -> None:
     assert names("rules") == sorted(names("rules"))
     assert ":class:" not in invoke("list", "models").stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("对齐度", "对齐度：d · 平均 cos²"), ("范数", "范数：卷积核范数的中位数"), ("NaN 或无穷大", "G001：值为")],
+)
+def test_a_chinese_name_is_answered_in_chinese(word: str, said: str) -> None:
+    assert invoke("explain", word).stdout.startswith(said)
+    assert invoke("explain", word, "--lang", "zh").stdout == invoke("explain", word).stdout
+    assert invoke("explain", "align", "--lang", "zh").stdout.startswith("对齐度：")
+    assert invoke("explain", "align").stdout.startswith("align: ")
+    assert invoke("explain", "没有此名").exit_code == 2
+
+
+def test_in_python_too() -> None:
+    assert measuring.explain("对齐度").startswith("对齐度：d · 平均 cos²")
+    assert measuring.explain("align").startswith("align: ")

@@ -178,5 +178,6 @@ def write_outputs(page: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["COLUMNS"] = "100"
+    os.environ["GONIO_CACHE"] = "off"
     for name in sys.argv[1:]:
         write_outputs(Path(name).resolve())

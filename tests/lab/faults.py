@@ -6,7 +6,6 @@ import errno
 import fcntl
 import io
 import os
-import pathlib
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -91,7 +90,6 @@ def faulty(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         for owner, name in FILES:
             patch.setattr(owner, name, layer.around(name, getattr(owner, name)))
-        patch.setattr(pathlib.io, "open", io.open, raising=False)
 
         def connected(*arguments: Any, **named: Any) -> sqlite3.Connection:
             layer.step("sqlite connect")

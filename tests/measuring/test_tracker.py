@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import logging
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -187,3 +190,101 @@ def test_findings_arise_with_the_step_at_which_they_are_seen() -> None:
     assert "From step 3 on, 0: " in tracker.to_html()
     assert "finding" in repr(tracker)
     tracker.undo_()
+
+
+# --- histograms -------------------------------------------------------------------------------------------------------
+
+
+class Drawer(Recorder):
+    """A logger that takes scalars and histograms, as TensorBoard's writer does."""
+
+    def __init__(self) -> None:
+        super().__init__("add_scalar")
+        self.drawn: dict[str, dict[str, Any]] = {}
+
+    def add_histogram_raw(self, tag: str, **named: Any) -> None:
+        self.drawn[tag] = named
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.Conv2d(4, 4, 3, groups=4))
+
+
+def test_tensorboard_gets_histograms_of_norms_and_angles_on_request() -> None:
+    model, logger, plainly = layers(), Drawer(), Drawer()
+    tracker = gonio.Tracker(model, logger, every=1, histograms=True)
+    gonio.Tracker(model, plainly, every=1).step()
+    tracker.step(7)
+    assert plainly.drawn == {}
+    assert [(*call[:2], call[2]) for call in logger.calls] == [(*call[:2], 7) for call in plainly.calls]
+    assert {*logger.drawn} == {"gonio.norms/0", "gonio.angles/0", "gonio.norms/1"}  # a depthwise layer has no angles
+    norms = torch.linalg.vector_norm(model[0].weight.detach().double(), dim=1).numpy()
+    counts, edges = np.histogram(norms, 64)
+    drawn = logger.drawn["gonio.norms/0"]
+    assert (drawn["bucket_counts"], drawn["num"], drawn["global_step"]) == (counts.tolist(), 30, 7)
+    assert drawn["bucket_limits"] == pytest.approx(edges[1:])
+    moments = [norms.min(), norms.max(), norms.sum(), np.square(norms).sum()]
+    assert [drawn[name] for name in ("min", "max", "sum", "sum_squares")] == pytest.approx(moments)
+    angles, row = logger.drawn["gonio.angles/0"], gonio.measure(model)["0"]
+    assert angles["bucket_counts"] == list(row.angle_histogram or ())
+    assert (angles["bucket_limits"], angles["num"]) == ([*range(1, 181)], 435)
+    assert angles["sum"] == pytest.approx(435 * (row.angle_mean or 0))
+    assert angles["min"] <= (row.angle_mean or 0) <= angles["max"]
+
+
+def test_a_run_of_wandb_gets_histograms(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        def __init__(self) -> None:
+            self.logged: list[tuple[dict[str, Any], int]] = []
+
+        def log(self, figures: dict[str, Any], *, step: int) -> None:
+            self.logged.append((figures, step))
+
+    fake = SimpleNamespace(Run=Run, Histogram=lambda np_histogram: ("histogram", *np_histogram))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = Run()
+    gonio.Tracker(layers(), run, every=1, histograms=True).step()
+    (scalars, _), (drawn, step) = run.logged
+    assert all(isinstance(value, float) for value in scalars.values())
+    kind, counts, edges = drawn["gonio.norms/0"]
+    assert (kind, step, sum(counts), len(edges) - len(counts)) == ("histogram", 1, 30, 1)
+
+
+def test_histograms_are_sent_with_the_steps_of_an_optimizer() -> None:
+    model, logger = nn.Sequential(nn.Linear(4, 3)), Drawer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, logger, optimizer=optimizer, every=2, histograms=True)
+    for step in range(1, 4):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        assert {each["global_step"] for each in logger.drawn.values()} == ({2} if step > 1 else set())
+    tracker.undo_()
+
+
+def test_a_layer_that_is_not_finite_has_the_histogram_of_the_rest() -> None:
+    model, logger = nn.Sequential(nn.Linear(4, 3)), Drawer()
+    with torch.no_grad():
+        model[0].weight[0] = torch.inf
+    gonio.Tracker(model, logger, every=1, histograms=True).step()
+    assert logger.drawn["gonio.norms/0"]["num"] == 2
+
+
+def test_histograms_need_a_logger_that_takes_them() -> None:
+    optimizer = torch.optim.SGD((model := layers()).parameters(), lr=0.1)
+    with pytest.raises(InvalidArgumentError, match="sends norms and angles to a logger; found no logger that takes"):
+        gonio.Tracker(model, [Recorder("log"), Recorder("add_scalar")], histograms=True)
+    with pytest.raises(InvalidArgumentError, match=r"found figures='training'\. Pass a SummaryWriter"):
+        gonio.Tracker(model, Drawer(), optimizer=optimizer, figures="training", histograms=True)
+
+
+def test_the_writer_of_tensorboard_stores_histograms(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        gonio.Tracker(layers(), writer, every=1, histograms=True).step()
+    read = EventAccumulator(str(tmp_path)).Reload()
+    assert {*read.Tags()["histograms"]} == {"gonio.norms/0", "gonio.angles/0", "gonio.norms/1"}
+    assert read.Histograms("gonio.angles/0")[0].histogram_value.num == 435

@@ -58,6 +58,9 @@ def test_differences() -> None:
     moved = gonio.measure(base(), after)
     assert moved.verdict == "2 of 3 tensors changed, by 0.01 to 0.02 of the norm. 1 remark in the model as a whole."
     assert gonio.measure(base(), base()).verdict == "Nothing changed: 3 tensors equal."
+    broken = base()
+    broken["layers.0.weight"][0, 0] = torch.nan
+    assert gonio.measure(base(), broken).verdict == "2 of 3 tensors are equal. 1 error in 1 of 3 tensors."
     for shown in (" ".join(str(moved).split()), Page(moved.to_html()).text, moved.to_markdown()):
         assert moved.verdict in shown
     other = gonio.measure({"a.weight": torch.eye(3)}, {"a.weight": torch.eye(4)})

@@ -178,7 +178,7 @@ def test_an_exception_rolls_back_in_reverse_order_even_if_an_inverse_fails(inver
     kind, message = (OSError, "disk") if inverse == "fails" else (RuntimeError, "in the middle")
     with pytest.raises(kind, match=message), Edit(model, "demo_") as edit:
         change(edit)
-    assert undone == [True]
+    assert undone == ([True, True] if inverse == "fails" else [True])  # it runs once more before the next one
     assert torch.equal(model[0].weight, weight)
     assert model[4] is first
     earlier.undo_()  # the failed edit does not count as a later one

@@ -86,7 +86,7 @@ def explain(
 ) -> None:
     """Explain a finding or a column of `gonio measure`, or a claim; without a name, list the findings."""
     from gonio.lab.claims import claim_names, load_claim
-    from gonio.measuring.explaining import TABLES, explained_columns
+    from gonio.measuring.explaining import explained_columns, explained_rules, in_its_language, titles
     from gonio.measuring.findings.rules import RULES
     from gonio.measuring.findings.rules import explain as explain_rule
 
@@ -94,17 +94,13 @@ def explain(
         list_names(Listed.rules)
         return
     word = name.strip().lower()
-    columns = explained_columns(word)
     if name.strip().upper() in RULES:
         print_out(explain_rule(name))
     elif word in claim_names():
         from gonio.lab.showing.claims import claim_explanation
 
         print_out(claim_explanation(load_claim(word)))
-    elif columns:
-        print_out("\n".join(columns))
-    elif matching := [rule for rule in RULES.values() if word and word in rule.text.title.lower()]:
-        print_out("\n".join(f"{rule.code}: {rule.text.title}" for rule in matching))
+    elif found := in_its_language(lambda: "\n".join(explained_columns(word) or explained_rules(word))):
+        print_out(found)
     else:
-        titles = {column.title for table in TABLES.values() for column in table}
-        raise UnknownNameError("rule, column or claim", name, [*RULES, *titles, *claim_names()])
+        raise UnknownNameError("rule, column or claim", name, [*RULES, *titles(), *claim_names()])

@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from itertools import count
 from json import dumps
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -20,7 +20,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.messages import fixed, joined, local, say
 
 if TYPE_CHECKING:
-    from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Widths
+    from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Suppression, Widths
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
@@ -44,6 +44,7 @@ def measure(
     engine: options.Where = "local",
     jobs: options.Jobs = 1,
     journal: options.Journal = None,
+    no_cache: options.NoCache = False,
     also: options.Also = None,
     deep: options.Deep = False,
     fail_on: options.FailOn = None,
@@ -61,6 +62,7 @@ def measure(
     from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.config import suppression
     from gonio.cli.inputs import read_source
+    from gonio.measuring.cache import cache_folder
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
     check_folders(targets)
@@ -83,12 +85,25 @@ def measure(
         _write_outline(measuring.outline(first), json)
         return
     suppressing = suppression(config, ignore or [])
+    how |= {"extra_figures": [figure.value for figure in also or []], "deep": deep}
     how |= {"batch": _example(first, batch), "base": None if base is None else read_source(base, seed=seed)}
-    figures: list[Literal["operator_norm", "quantisation", "blocks"]] = [figure.value for figure in also or []]
+    how |= {"cache": None if no_cache or journal else cache_folder(os.environ)}
+    _one(first, how, suppressing, targets, fail_on)
+
+
+def _one(
+    source: Any,
+    how: dict[str, Any],
+    suppressing: Suppression | None,
+    targets: dict[str, str | None],
+    fail_on: options.Level | None,
+) -> None:
+    from gonio import measuring
+
     with progress("measuring") as update:
-        found = measuring.measure(first, extra_figures=figures, deep=deep, progress=update, **how)
+        found = measuring.measure(source, progress=update, **how)
     if suppressing is not None:
-        found = suppressing.applied(found, None if isinstance(first, (str, os.PathLike)) else first)
+        found = suppressing.applied(found, None if isinstance(source, (str, os.PathLike)) else source)
     if _write(found, targets):
         _summarise(found.findings)
     fail_at(found.findings, fail_on)

@@ -110,6 +110,9 @@ Journal = Annotated[
         metavar="FILE",
     ),
 ]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Measure anew even if this content was measured with the same settings.")
+]
 Also = Annotated[
     list[Figure] | None, typer.Option(help="Measure this too; operator_norm takes longer than all the rest.")
 ]

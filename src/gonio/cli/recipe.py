@@ -54,7 +54,9 @@ def apply(
     applied = chosen.apply_(built, seed=seed)
     if applied.penalty is not None:
         applied.penalty.undo_()
-        print_err("the recipe's penalty acts during training only; the checkpoint does not contain it")
+        print_err(
+            say("the recipe's {part} acts during training only; the checkpoint does not contain it", part="penalty")
+        )
     for part in (part for part in TRAINING if getattr(chosen, part) is not None):
         print_err(say("the recipe's {part} acts during training only; the checkpoint does not contain it", part=part))
     write(Checkpoint(output, built.state_dict(), chosen, seed))
@@ -97,8 +99,9 @@ def fold(
     write(Checkpoint(output, built.state_dict(), folded=used.hash if used is not None else found.folded))
     print_out(str(edited))
     if example is None:
-        print_err("the outputs were not compared; --batch compares them")
+        print_err(say("the outputs were not compared; --batch compares them"))
     plain, folded = set(build_model(model).state_dict()), set(built.state_dict())
-    fits = f"it has {len(folded - plain)} tensors that the model lacks and lacks {len(plain - folded)} that it has"
+    counts = {"more": len(folded - plain), "fewer": len(plain - folded)}
+    fits = say("it has {more} tensors that the model lacks and lacks {fewer} that it has", **counts)
     loads = say("it loads into the model") if plain == folded else fits
     print_err(say("checkpoint written to {output}; {loads}", output=output, loads=loads))

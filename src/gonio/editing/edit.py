@@ -18,6 +18,7 @@ from gonio.editing.where import Site, sites
 from gonio.editing.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
 from gonio.errors import NotApplicableError, UndoError, listing
 from gonio.escaping import html_table
+from gonio.messages import Message, counted, fixed, local, say
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Edit:
         for path, why in stay.items():
             reasons.setdefault(why, []).append(path or "the model")
         for why, paths in reasons.items():
-            self.note(f"{listing(paths)} stay{'s' * (len(paths) == 1)}: {why}")
+            s = "s" if len(paths) == 1 else ""
+            self.note(say("{paths} stay{s}: {why}", paths=listing(paths), s=s, why=fixed(why)))
 
     def changed(self, path: str, what: str) -> None:
         """Record a change of a module in words."""
@@ -224,20 +226,21 @@ class Edited:
         return True  # an edit without a change is an edit too
 
     @property
-    def _head(self) -> str:
-        return f"{self.verb}: {len(self)} module{'s' if len(self) != 1 else ''}"
+    def _head(self) -> Message:
+        return say("{verb}: {modules}", verb=self.verb, modules=counted(len(self), "module"))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} by {self._head}>"
 
     def _repr_html_(self) -> str:
-        rows = [(change.path or "(model)", change.what) for change in self.changes]
-        return html_table(self._head, ("layer", "change"), rows, self.notes)
+        rows = [(change.path or local("(model)"), local(change.what)) for change in self.changes]
+        return html_table(local(self._head), (local("layer"), local("change")), rows, [*map(local, self.notes)])
 
     def __str__(self) -> str:
         width = max((len(change.path) for change in self.changes), default=0)
-        rows = [f"  {change.path or '(model)':<{width}}  {change.what}" for change in self.changes]
-        return "\n".join([self._head, *rows, *(f"  note: {note}" for note in self.notes)])
+        rows = [f"  {change.path or local('(model)'):<{width}}  {local(change.what)}" for change in self.changes]
+        notes = (local(say("  note: {note}", note=fixed(note))) for note in self.notes)
+        return "\n".join([local(self._head), *rows, *notes])
 
 
 def run_reversed(inverses: Sequence[Callable[[], None]]) -> None:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gonio.editing.edit import Edit
 from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
+from gonio.messages import counted, say
 
 Value = TypeVar("Value")
 KEPT_RADIUS = "gonio_radius"  # of a held weight (gonio.hold_), in the state of its optimizer
@@ -302,7 +303,8 @@ def note_added(edit: Edit) -> None:
     known = {id(parameter) for parameter in edit.present}
     count = sum(id(p) not in known for p in edit.model.parameters())
     if count:
-        edit.note(f"{count} new parameter{'s' * (count > 1)}: build the optimizer after this edit, or pass optimizer=")
+        new = counted(count, "new parameter")
+        edit.note(say("{new}: build the optimizer after this edit, or pass optimizer=", new=new))
 
 
 def _group_of(optimizer: Optimizer, layer: Sequence[nn.Parameter], model: set[int]) -> dict[str, Any]:

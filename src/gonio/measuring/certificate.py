@@ -106,6 +106,9 @@ class Certificate:
         bounds = {"upper": self.upper, "lower": self.lower, "slack": self.slack, "rows": self.rows}
         return {"schema": "gonio.certificate/1", **{key: json_data(value) for key, value in bounds.items()}}
 
+    def __repr__(self) -> str:
+        return f"<Certificate: constant from {number(self.lower)} to {number(self.upper)}, {len(self.rows)} rows>"
+
     def __str__(self) -> str:
         return printed(self)
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -95,6 +95,14 @@ def path_of(source: Source, option: str = "engine='ray'") -> str | CheckpointPar
     return CheckpointPart(path, source.key) if isinstance(source, CheckpointPart) else path
 
 
+class Kept(Protocol[Result]):
+    """Rows that were made before, by number; new ones are added."""
+
+    rows: dict[int, Result]
+
+    def add(self, number: int, row: Result) -> None: ...
+
+
 def results(
     local: Callable[[int], Result],
     function: Callable[..., list[Result]],
@@ -102,7 +110,7 @@ def results(
     sizes: Sequence[int],
     spread: Spread,
     progress: Progress,
-    journal: Journal[Result] | None = None,
+    kept: Kept[Result] | None = None,
 ) -> list[Result]:
     """The results for all numbers below `len(sizes)`, in order.
 
@@ -110,21 +118,21 @@ def results(
         local: the result for a number, here.
         function: of the words and a list of numbers, on a worker that opens the files itself.
         sizes: of the work for each number.
-        journal: has results, which are not made again, and gets the others.
+        kept: has results, which are not made again, and gets the others.
     """
-    made = {} if journal is None else dict(journal.rows)
+    made, fine = {} if kept is None else dict(kept.rows), spread.journal is not None
     left = [number for number in range(len(sizes)) if number not in made]
     if spread.engine == "ray":
-        parts = _on_ray(function, words(), sizes, left, journal is not None)
+        parts = _on_ray(function, words(), sizes, left, fine)
     elif spread.jobs > 1:
-        parts = _in_processes(function, words(), sizes, left, journal is not None, spread.jobs)
+        parts = _in_processes(function, words(), sizes, left, fine, spread.jobs)
     else:
         parts = (([number], [local(number)]) for number in left)
     for numbers, found in parts:
         for number, one in zip(numbers, found, strict=True):
             made[number] = one
-            if journal is not None:
-                journal.add(number, one)
+            if kept is not None:
+                kept.add(number, one)
         if progress is not None:
             progress(len(made), len(sizes))
     return [made[number] for number in range(len(sizes))]

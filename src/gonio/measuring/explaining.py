@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gonio.errors import UnknownNameError
+from gonio.languages import language
 from gonio.measuring.changes import difference, several
 from gonio.measuring.findings import rules
 from gonio.measuring.findings.rules import RULES, Finding
 from gonio.measuring.showing import columns, training
 from gonio.measuring.showing.table import Column
-from gonio.messages import fixed, local, say
+from gonio.messages import LANGUAGES, fixed, local, say, tag
 
 TABLES: Mapping[str, tuple[Column[Any], ...]] = {
     "": columns.COLUMNS,
@@ -30,7 +31,8 @@ def explain(name: str | Finding) -> str:
     or why it does nothing, its false-alarm rate. Of a column: its meaning in each table that has one of this title.
 
     Args:
-        name: the code of a rule, a finding of it, or the title of a column.
+        name: the code of a rule, a finding of it, or the title of a column. A title in another language than the
+            reader's is answered in that language.
 
     Raises:
         UnknownNameError: if there is neither.
@@ -44,11 +46,34 @@ def explain(name: str | Finding) -> str:
     code = name.code if isinstance(name, Finding) else name.strip().upper()
     if code in RULES:
         return rules.explain(code)
-    found = explained_columns(str(name))
+    found = in_its_language(lambda: "\n".join(explained_columns(str(name))))
     if not found:
-        titles = {column.title for table in TABLES.values() for column in table}
-        raise UnknownNameError("rule or column", str(name), [*RULES, *titles])
-    return "\n".join(found)
+        raise UnknownNameError("rule or column", str(name), [*RULES, *titles()])
+    return found
+
+
+def in_its_language(answer: Callable[[], str]) -> str:
+    """The answer in the language of the reader, else in the first other one that has it; empty if none has."""
+    languages = sorted(LANGUAGES, key=lambda name: LANGUAGES[name] != tag())
+    for name in languages:
+        with language(name):  # type: ignore[arg-type]
+            if found := answer():
+                return found
+    return ""
+
+
+def titles() -> list[str]:
+    """The titles of all columns, in English and in the language of the reader."""
+    every = [column.title for table in TABLES.values() for column in table]
+    return list(dict.fromkeys([*every, *map(local, every)]))
+
+
+def explained_rules(name: str) -> list[str]:
+    """One line for each rule whose title, in the language of the reader or in English, has these words."""
+    word = name.strip().lower()
+    named = [(rule.code, rule.text.title) for rule in RULES.values()]
+    found = [pair for pair in named if word and word in f"{pair[1]}\n{local(pair[1])}".lower()]
+    return [local(say("{title}: {explanation}", title=code, explanation=fixed(title))) for code, title in found]
 
 
 def _titles(column: Column[Any]) -> set[str]:

@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.measuring.cache import Cache
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
+from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, versions
 from gonio.measuring.figures.checkpoints import structure_of_checkpoint
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
+from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
@@ -40,6 +43,7 @@ def measure(
     engine: Engine = ...,
     jobs: int = ...,
     journal: str | os.PathLike[str] | None = ...,
+    cache: str | os.PathLike[str] | None = ...,
     extra_figures: ExtraFigures = ...,
     deep: bool = ...,
     progress: Progress = ...,
@@ -82,6 +86,7 @@ def measure(
     engine: Engine = "local",
     jobs: int = 1,
     journal: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
     extra_figures: ExtraFigures = (),
     deep: bool = False,
     progress: Progress = None,
@@ -114,6 +119,9 @@ def measure(
             `if __name__ == "__main__":`.
         journal: of a file, the path of another one that keeps each row when it is made: a measurement that was stopped
             goes on from there, if files, options and versions are the same, and repeats at most the tensors at work.
+        cache: of a file, a folder that keeps the figures of its content: a measurement with the same bytes, options and
+            versions reads them there, and a note says of when they are. Every byte is hashed each time. A file of ONNX
+            and a model are always measured anew.
         extra_figures: figures on request: `operator_norm`, of convolutions, on a periodic grid of 16 positions in each
             dimension (or twice the kernel), usually exact up to 1e-5, takes longer than all others together;
             `quantisation`, the errors of rounding to int8 and int4 (:func:`gonio.geometry.quantization_error`);
@@ -150,7 +158,7 @@ def measure(
         20(3), 1974.
     """
     options = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base}
-    options |= {"extra_figures": extra_figures or None, "deep": deep or None}
+    options |= {"extra_figures": extra_figures or None, "deep": deep or None, "cache": cache}
     if after is not None:
         _check_two((after, *more), options)
         if more:
@@ -161,10 +169,12 @@ def measure(
     spread = Spread(engine, jobs, journal)
     _check(source, options, spread)
     training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
+    figures, given = tuple(extra_figures), [source] if base is None else [source, base]
+    about = {"deep": deep, "extra_figures": figures}
+    cached = None if cache is None else Cache(cache, given, TensorMeasurement, about)  # before anything is read
     contents = contents_of(source, base)
-    entries, figures = contents.entries, tuple(extra_figures)
-    given = [source] if base is None else [source, base]
-    with spread.journal_of(TensorMeasurement, given, deep=deep, extra_figures=figures) as kept:
+    entries = contents.entries
+    with cached.opened(entries) if cached else spread.journal_of(TensorMeasurement, given, **about) as kept:
         tensors = results(
             lambda number: measure_tensor(entries[number], extra_figures=figures, deep=deep),
             _measured,
@@ -181,12 +191,12 @@ def measure(
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        findings_of(tensors, facts),
+        worst_first([*findings_of(tensors, facts), *of_files(contents.problems)]),
         scale=structure.scale,
         mixtures=structure.mixtures,
         heads=structure.heads,
         signals=signals,
-        notes=(*contents.notes, *structure.notes, *silent),
+        notes=(*(cached.notes if cached else ()), *contents.notes, *structure.notes, *silent),
         versions=versions(),
     )
 
@@ -226,6 +236,8 @@ def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
         do = "For random numbers write e.g. batch=torch.randn(8, 3, 32, 32)."
         raise InvalidArgumentError("measure(batch=) takes an input of the model, e.g. a tensor", repr(batch)[:80], do)
     spread.check([given for given in (source, options["base"]) if given is not None])
+    if options["cache"] is not None and spread.journal is not None:
+        raise InvalidArgumentError("measure(cache=) keeps a whole measurement", "journal= as well", "Leave one out.")
     extra_figures = options["extra_figures"] or ()
     if isinstance(extra_figures, str):
         raise InvalidArgumentError(

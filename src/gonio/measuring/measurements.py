@@ -22,7 +22,7 @@ from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
-from gonio.measuring.showing.table import Table, markdown_table, reasons, tensor_table
+from gonio.measuring.showing.table import Table, fitting, markdown_table, reasons, tensor_table
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
@@ -136,7 +136,12 @@ class Measurements(Table[TensorMeasurement]):
                 yield groups.rich()
                 yield Text("")
                 yield Text(local(said), style="dim")
-            yield tensor_table("layer", shown, columns_of(shown), KEPT, width, flagged=flagged)
+            columns = columns_of(shown)
+            yield tensor_table("layer", shown, columns, KEPT, width, flagged=flagged)
+            wide = fitting(shown, columns, KEPT, width)
+            if out := [column.title for column in columns if column not in wide]:
+                said = say("not in {width} columns, but in exports and pages: {names}", width=width, names=joined(out))
+                yield Text(local(said), style="dim")
             yield Text("")
         if self.scale is not None:
             yield Text(local(_sentence(self.scale)))

@@ -29,6 +29,7 @@ from gonio.measuring.showing.live import SECONDS, LivePage, checked_page
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
+from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers
 from gonio.messages import say
 from gonio.surgery import Where, as_selector, sites
@@ -79,6 +80,10 @@ class Tracker:
         copies: with an optimizer, "all" copies all measured weights for a measured step; "one" copies one weight, so
             that it needs the memory of one, and each measured step has the row of one layer in turn.
 
+        histograms: send, beside the scalars, the norms of the filters and the angles between them as a histogram of
+            each layer, `gonio.norms/LAYER` and `gonio.angles/LAYER`, to the loggers that take one: those with
+            `add_histogram_raw` (TensorBoard) and runs of W&B.
+
     Attributes:
         rows: a dict with `step`, `layer` and the figures, for each measured step and layer. A figure that does not
             apply is absent: a depthwise convolution has no angles.
@@ -87,7 +92,7 @@ class Tracker:
 
     Raises:
         InvalidArgumentError: if `every` is not positive, or for an object that is not a logger or not an optimizer of
-            the model, and for a page that cannot be written.
+            the model, for a page that cannot be written, and for `histograms` without a logger that takes them.
         NoMatchError: if `where` selects no layer that has filters.
 
     Note:
@@ -125,6 +130,7 @@ class Tracker:
         figures: Literal["all", "training"] = "all",
         copies: Literal["all", "one"] = "all",
         page: str | os.PathLike[str] | None = None,
+        histograms: bool = False,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError("Tracker(every=) is a number of steps", repr(every), "Pass 1 or more.")
@@ -141,6 +147,8 @@ class Tracker:
         self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)
         loggers = to if isinstance(to, (list, tuple)) else [to]
         self._senders = [sender_of(logger, self._figures) for logger in loggers] if _first() else []
+        self._histograms: dict[str, Histogram] | None = {} if histograms else None
+        self._drawers = _drawers(loggers, figures) if histograms else []
         self._step = self._measured = self._turn = 0
         self._one, self._only_training = copies == "one", figures == "training"
         self.rows: list[dict[str, Any]] = []
@@ -182,6 +190,8 @@ class Tracker:
     def _measure(self, entry: TensorEntry) -> dict[str, float]:
         """The figures of one weight; what the rules find in it is kept if it is new."""
         measured = measure_tensor(entry)
+        if self._histograms is not None:
+            self._histograms |= histograms_of(entry, measured)
         if _first():
             known = {(one.code, one.path) for _, one in self.findings}
             new = [one for one in findings_of([measured]) if (one.code, one.path) not in known]
@@ -253,8 +263,12 @@ class Tracker:
             self.rows += ({"step": step, "layer": layer, **row} for layer, row in found.items())
             for send in self._senders:
                 send(step, found)
+            for draw in self._drawers:
+                draw(step, dict(self._histograms or {}))
             if self._live is not None and any("rotation" in row for row in found.values()):
                 self._live.renew(partial(self._page, whole=True, refresh=SECONDS))
+        if self._histograms is not None:
+            self._histograms.clear()
 
     def to_frame(self) -> Any:
         """The rows as a `pandas.DataFrame`.
@@ -306,6 +320,16 @@ def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> 
     if optimizer is None and (figures, copies, tuple(also)) != ("all", "all", ()):
         found = f"figures={figures!r}, copies={copies!r}, also={also!r} without one"
         raise InvalidArgumentError("Tracker() measures steps with optimizer=", found, "Pass the optimizer.")
+
+
+def _drawers(loggers: Sequence[Any], figures: str) -> list[SendHistograms]:
+    """The functions that send histograms, to the loggers that take them."""
+    found = [send for logger in loggers if (send := histogram_sender_of(logger)) is not None]
+    if figures == "training" or not found:
+        given = "figures='training'" if figures == "training" else "no logger that takes them"
+        do = "Pass a SummaryWriter of TensorBoard or a run of W&B, and figures='all'."
+        raise InvalidArgumentError("Tracker(histograms=True) sends norms and angles to a logger", given, do)
+    return found
 
 
 def _first() -> bool:

@@ -14,11 +14,12 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
-from gonio.escaping import json_data
+from gonio.escaping import json_data, plain
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, markdown_findings, render_findings, rule
 from gonio.measuring.private_torch import tree_leaves
 from gonio.measuring.showing.table import Column, PagedTable, markdown_table, tensor_table
 from gonio.measuring.showing.widths import widths_page
+from gonio.pages.tables import number
 from gonio.surgery import sites
 from gonio.surgery.equivalent import call
 
@@ -56,6 +57,10 @@ class WidthScaling:
     activation_rms: Values = ()
     gradient_rms: Values = ()
     change_rms: Values = ()
+
+    def __repr__(self) -> str:
+        exponents = ", ".join(f"{name} {number(getattr(self, name))}" for name in PROMISED)
+        return f"<{plain(self.path)}: exponents of the width: {exponents}>"
 
     def promised(self, figure: str) -> float:
         """The exponent of a figure of this layer under μP [1, table 14]."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gonio.editing.steps import parameter_ids, real_optimizers, watch
 from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
+from gonio.messages import local, say
 from gonio.optim import Held, hold_
 from gonio.optim.named import type_of
 from gonio.penalty import Penalty
@@ -99,7 +100,7 @@ class Applied(Edited):
 
     def __str__(self) -> str:
         parts = [str(part) for part in (*self.edits, self.penalty, self.handover) if part is not None]
-        return "\n".join([f"{self.verb}:", *parts]) if parts else f"{self.verb}: nothing to do"
+        return "\n".join([f"{self.verb}:", *parts]) if parts else local(say("{verb}: nothing to do", verb=self.verb))
 
 
 def apply_(

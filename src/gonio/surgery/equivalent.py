@@ -22,6 +22,7 @@ from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.messages import Message, say
 from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
 
@@ -40,7 +41,12 @@ class Deviation:
     relative: float
 
     def __str__(self) -> str:
-        return f"largest deviation {self.absolute:.3g} ({self.relative:.3g} relative)"
+        return str(self._said)
+
+    @property
+    def _said(self) -> Message:
+        """Both in words."""
+        return say("largest deviation {a:.3g} ({r:.3g} relative)", a=self.absolute, r=self.relative)
 
 
 def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -> Deviation:
@@ -292,7 +298,7 @@ class SameFunction:
         A NotApplicableError inside of the edit restores the model.
         """
         if not self._runs:
-            edit.note(f"the outputs before and after were not compared: {self.why}; pass example=")
+            edit.note(say("the outputs before and after were not compared: {why}; pass example=", why=self.why))
         for example, before in self._runs:
             try:
                 after = outputs(self.model, example)
@@ -306,9 +312,10 @@ class SameFunction:
                 own = deviation(after, outputs(copy.deepcopy(self.model).double(), wide))
                 if moved.relative > _ROUNDINGS * own.relative:
                     raise self._refusal(edit, action, f"the outputs changed: {moved}")
-                edit.note(f"this model enlarges rounding: in float64 its outputs differ by {own.relative:.3g} relative")
+                r = own.relative
+                edit.note(say("this model enlarges rounding: in float64 its outputs differ by {r:.3g} relative", r=r))
             if self._given:
-                edit.note(str(moved))
+                edit.note(moved._said)
 
     @staticmethod
     def _refusal(edit: Edit, action: str, why: str) -> NotApplicableError:

@@ -15,6 +15,7 @@ from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import NoMatchError, NotApplicableError, listing
 from gonio.geometry.views import layout_of, matrix_view, unview
+from gonio.messages import say
 from gonio.parametrizations.mechanism import detach, is_parametrized, parametrizations_of_torch
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
 from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
@@ -119,13 +120,15 @@ def _fold_parametrizations_(edit: Edit, chosen: list[Site], stay: dict[str, str]
             if raw is None or not is_parametrized(site.module, name):
                 continue
             if id(raw) in shared:
-                stay[site.path] = f"it shares its {name} with a layer that is not selected or not parametrized"
+                stay[site.path] = say(
+                    "it shares its {name} with a layer that is not selected or not parametrized", name=name
+                )
                 continue
             edit.snapshot_(site.module)
             edit.set_data_(raw, raw)
             parametrization = detach(site.module, name, keep="raw" if id(raw) in folded else "weight")
             folded.add(id(raw))
-            edit.changed(site.path, f"{name}: {type(parametrization).__name__} folded")
+            edit.changed(site.path, say("{name}: {kind} folded", name=name, kind=type(parametrization).__name__))
 
 
 def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> None:
@@ -139,15 +142,15 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
         names = [name for name in site.module._parameters if site.module._forward_pre_hooks]
         removal = next((do for name in names for end, do in _HOOKED.items() if name.endswith(end)), None)
         if removal is not None:
-            stay[site.path] = f"a hook of torch.nn.utils computes its weight: use {removal}"
+            stay[site.path] = say("a hook of torch.nn.utils computes its weight: use {removal}", removal=removal)
         lists = parametrizations_of_torch(site.module)
         if not lists or id(site.module) in inside:
             continue
         inside.update(id(part) for found in lists.values() for part in found.modules())
         if any(found._buffers for found in lists.values()):
-            stay[site.path] = "its parametrized tensor is no Parameter"
+            stay[site.path] = say("its parametrized tensor is no Parameter")
         elif any(owners[id(tensor)] > 1 for found in lists.values() for tensor in found._parameters.values()):
-            stay[site.path] = "it shares its parametrized weight"
+            stay[site.path] = say("it shares its parametrized weight")
         elif reasons := [why for found in lists.values() if (why := why_not_dense(_value(found))) is not None]:
             stay[site.path] = reasons[0]
         else:
@@ -174,7 +177,7 @@ def _remove_parametrizations_(edit: Edit, site: Site, lists: dict[str, parametri
         else:
             folded[name] = nn.Parameter(value, requires_grad=original.requires_grad)
         what = ", ".join(type(part).__name__.lstrip("_") for part in found)
-        edit.changed(site.path, f"{name}: {what} of torch folded")
+        edit.changed(site.path, say("{name}: {kind} of torch folded", name=name, kind=what))
     others = dict(module._parameters)
     module.__class__ = type(module).__bases__[0]
     del module._modules["parametrizations"]
@@ -192,7 +195,7 @@ def _fold_decoupled_(edit: Edit, chosen: list[Site], stay: dict[str, str]) -> No
         if to_plain is None:
             continue
         if not site.path:
-            stay[site.path] = "it is the model itself"
+            stay[site.path] = say("it is the model itself")
             continue
         try:
             plain = to_plain(site.module)
@@ -212,7 +215,7 @@ def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str], dims: dic
     if not norms:
         return
     graph = trace(edit.model, training=False, dims=dims)
-    untraced = f"the model cannot be traced ({graph.reason})" if graph.reason else None
+    untraced = say("the model cannot be traced ({reason})", reason=graph.reason) if graph.reason else None
     paths = {id(site.module): site.path for site in sites(graph.model)}
     # all layers are found before the first norm is replaced
     layers = [_not_fixed(site.module) or untraced or graph.folds_into(site.module) for site in norms]
@@ -220,10 +223,14 @@ def _fold_norms_(edit: Edit, chosen: list[Site], stay: dict[str, str], dims: dic
         if isinstance(layer, str):
             stay[site.path] = layer
         elif not site.owners:
-            stay[site.path] = "it is the model itself"
+            stay[site.path] = say("it is the model itself")
         else:
             _fold_norm_(edit, layer, site.module)
-            edit.replace_(site, _rest_of(site.module), what=f"{site.kind} folded into {paths[id(layer)]}")
+            edit.replace_(
+                site,
+                _rest_of(site.module),
+                what=say("{kind} folded into {path}", kind=site.kind, path=paths[id(layer)]),
+            )
 
 
 def _has_statistics(module: nn.Module) -> bool:
@@ -244,11 +251,13 @@ def _fold_gains_(edit: Edit, chosen: list[Site], stay: dict[str, str], same: Sam
         gain = torch.ones_like(old[each.gain], dtype=torch.float64)
         for name, value in each.values(old, gain).items():
             edit.set_data_(found.parameters[name], value.to(old[name].dtype))
-        what = "gain and shift" if each.moves_shift else "gain"
-        edit.changed(each.path, f"{what} folded into {', '.join(dict.fromkeys(r.tensor for r in each.readers))}")
+        into = ", ".join(dict.fromkeys(r.tensor for r in each.readers))
+        what = say("gain and shift") if each.moves_shift else say("gain")
+        edit.changed(each.path, say("{kind} folded into {path}", kind=what, path=into))
     kept = [each.path for each in found.able if each.shift and not each.moves_shift]
     if kept:
-        edit.note(f"the shift of {listing(kept)} stays, divided by the gain: it cannot move into biases exactly")
+        why = say("it cannot move into biases exactly")
+        edit.note(say("the shift of {paths} stays, divided by the gain: {why}", paths=listing(kept), why=why))
     return found.eps if found.able else 0.0
 
 
@@ -256,7 +265,7 @@ def _not_fixed(norm: nn.Module) -> str | None:
     """Why the norm is not a fixed affine map in evaluation; None if it is."""
     why_not = facts_of(norm).why_not_affine
     if why_not is None:
-        return f"{type(norm).__name__} computes something else than a batch norm"
+        return say("{kind} computes something else than a batch norm", kind=type(norm).__name__)
     return why_not(norm)
 
 

@@ -20,6 +20,7 @@ from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view
 from gonio.init.gain import KINDS, gain
 from gonio.init.variance import write_
+from gonio.messages import joined, say
 from gonio.seeding import generator
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import activation_after
@@ -81,12 +82,14 @@ def init_(
     gains = activation_after(model) if traced else {}
     with Edit(model, "init_") as edit:
         if traced and any(site.path not in gains for site in found):
-            edit.note("the function's own gain where the following activation is not known")
+            edit.note(say("the function's own gain where the following activation is not known"))
         done: set[int] = set()
         for site in found:
             weight = site.module.get_parameter(tensor)
             if id(weight) in done:
-                edit.changed(site.path, "tied: initialised above" + _set_bias_(edit, site, tensor, bias, done))
+                edit.changed(
+                    site.path, joined([say("tied: initialised above"), _set_bias_(edit, site, tensor, bias, done)], "")
+                )
                 continue
             done.add(id(weight))
             own = {name: value for name, value in options.items() if not (traced and name == "gain")}
@@ -97,7 +100,7 @@ def init_(
             edit.set_data_(weight, _drawn(site, tensor, function, seed, own))
             call = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in shown.items())})"
             call = call if tensor == "weight" else f"{tensor}: {call}"
-            edit.changed(site.path, call + _set_bias_(edit, site, tensor, bias, done))
+            edit.changed(site.path, joined([call, _set_bias_(edit, site, tensor, bias, done)], ""))
         edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
         if tensor == "weight" and where is None:
             _note_further_matrices(edit)
@@ -115,7 +118,7 @@ def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep
         return ""
     done.add(id(bias))
     edit.set_data_(bias, torch.full_like(bias, value))
-    return f", bias {value:g}"
+    return say(", bias {value:g}", value=value)
 
 
 def check_function(verb: str, function: Any, options: dict[str, Any]) -> None:
@@ -189,7 +192,8 @@ def _note_further_matrices(edit: Edit) -> None:
             names = [n for n in module._parameters if n != "weight" and can_act(module, n) is None]
             matrices.setdefault(type(module).__name__, names)
     for kind, names in matrices.items():
-        edit.note(f"{', '.join(names)} of {kind} layers stay as they are: initialise them with tensor=")
+        what = say("{names} of {kind} layers", names=", ".join(names), kind=kind)
+        edit.note(say("{what} stay as they are: initialise them with tensor=", what=what))
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
+from gonio.escaping import plain
 from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan
 from gonio.lab.record import RunRecord, filter_summary
 from gonio.lab.running.cost import Gauge
@@ -89,6 +90,9 @@ class Run:
         self._content = dict(recipe)
         self._model: nn.Module | None = None
         self._applied: Applied | None = None
+
+    def __repr__(self) -> str:
+        return f"<Run of {plain(self.recipe)} with seed {self.seed}>"
 
     def apply_(self, model: nn.Module) -> Applied:
         """Apply the run's recipe to the model, in place; the baseline changes nothing.

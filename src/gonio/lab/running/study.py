@@ -74,6 +74,9 @@ class Study:
         self.plan = plan
         self.discarded = tuple(discarded)
 
+    def __repr__(self) -> str:
+        return f"<Study {plain(self.path)}: {', '.join(plain(entry.name) for entry in self.plan.recipes)}>"
+
     @classmethod
     def create(cls, path: str | Path, plan: StudyPlan) -> Study:
         """A new study, or the existing one if its plan equals `plan` or is extended by it.

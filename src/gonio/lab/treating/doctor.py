@@ -41,6 +41,7 @@ from gonio.surgery import (
 _BATCH = 64  # training inputs that are measured and run at a time
 _MEASURED = 64  # batches that tell the scale of a layer
 _RETRAINED = 4  # layers at most
+_NOTES = 3  # of a verb, that a reason quotes
 # What the model still knows comes first, then guesses; then new training of layers that findings name, as long as the
 # statistics behind them are the old ones, and of others after new statistics. Verbs that keep the function come last,
 # because they would hide where a damage is.
@@ -229,7 +230,7 @@ class _Case:
         after = self.inputs.measured(self.model)
         # A change that dwarfs its base hides its intruders among those of chance; a smaller one shows them.
         shown = frozenset(TENSOR_RULES) if remedy.verb == "shrink_change_" else frozenset[str]()
-        harm = _no_help(self.found, after, treats, better=remedy.proof == "better held-out score", shown=shown)
+        harm = _no_help(self.found, after, edit, treats, better=remedy.proof == "better held-out score", shown=shown)
         now: list[float | None] = []
         results: Results | None = None
         if not exact and self.inputs.task is not None:
@@ -250,7 +251,8 @@ class _Case:
             return replace(step, verdict=fixed("undone"))
         self.found, self._scores = after, now  # of a verb that keeps the function, scores are made anew if needed
         self.edits.append(edit)
-        return replace(step, verdict=fixed("kept"), proved=bool(proved))
+        ended = [finding for finding in treats if _key(finding) not in _keys(after.findings)]
+        return replace(step, verdict=fixed("kept"), proved=bool(proved), codes=_codes(ended or treats))
 
     def result(self) -> Treatment:
         """The outcome, without the steps that were not applied to findings that another one has treated."""
@@ -348,13 +350,21 @@ _VERBS: dict[str, Callable[[nn.Module, _Inputs, dict[str, Any]], Edited]] = {
 
 
 def _no_help(
-    before: Measurements, after: Measurements, treats: list[Finding], *, better: bool, shown: frozenset[str]
+    before: Measurements,
+    after: Measurements,
+    edit: Edited,
+    treats: list[Finding],
+    *,
+    better: bool,
+    shown: frozenset[str],
 ) -> str:
     """Why a change did not help; empty if it did. A better score is help enough. `shown`: codes that do not count."""
     left, known = _keys(after.findings), _keys(before.findings)
     new = sorted({f.code for f in after.findings if f.level != "info" and _key(f) not in known and f.code not in shown})
     if new:
         return say("it causes other findings: {codes}", codes=", ".join(new))
-    if not better and _keys(treats) <= left:
-        return say("the findings remain after it")
-    return ""
+    if better or not _keys(treats) <= left:
+        return ""
+    if edit.notes:  # such as the reasons why filters stay
+        return say("the findings remain after it ({notes})", notes="; ".join(edit.notes[:_NOTES]))
+    return say("the findings remain after it")

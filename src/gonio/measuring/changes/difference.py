@@ -179,6 +179,10 @@ class Differences(PagedTable[TensorDifference]):
             equal = sum(tensor.status == "equal" for tensor in self.tensors)
             if not equal:
                 return say("Nothing could be compared.")
+            if self.findings:
+                every = counted(len(self.tensors), "tensor")
+                alike = say("{equal:,} of {every} are equal.", equal=equal, every=every)
+                return joined([alike, verdict(self.findings, [t.path for t in self.tensors], "tensor")], " ")
             return say("Nothing changed: {tensors} equal.", tensors=counted(equal, "tensor"))
         known = [tensor.relative for tensor in self.moved if tensor.relative is not None]
         low, high = (number(end, 2) for end in (min(known), max(known))) if known else ("", "")

@@ -24,8 +24,12 @@ VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
 
 def checked(tensors: Sequence[TensorCheck], problems: Iterable[Problem]) -> tuple[Finding, ...]:
     """All findings, errors first; those of files before those of tensors."""
-    files = findings_by(FILE_RULES, ((problem, problem.path) for problem in problems))
-    return worst_first([*files, *findings_by(VALUE_RULES, ((tensor, tensor.path) for tensor in tensors))])
+    return worst_first([*of_files(problems), *findings_by(VALUE_RULES, ((tensor, tensor.path) for tensor in tensors))])
+
+
+def of_files(problems: Iterable[Problem]) -> list[Finding]:
+    """The findings of what is wrong with files."""
+    return findings_by(FILE_RULES, ((problem, problem.path) for problem in problems))
 
 
 def with_siblings(tensors: Sequence[TensorCheck]) -> tuple[TensorCheck, ...]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 ExtraFigures = Collection[Literal["operator_norm", "quantisation", "blocks"]]
 EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured on request
 _GROUPS = (128, 32)  # entries that share a scale
+FAILED = "cannot be read"  # the begin of the reason of a tensor whose reading raised an exception
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 
@@ -234,7 +235,7 @@ def measure_tensor(entry: TensorEntry, *, extra_figures: ExtraFigures = (), deep
         return _measured(entry, entry.load(), extra_figures, deep=deep)
     except Exception as error:  # reading a weight runs the model's own code, which may raise anything
         said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-        return _row(entry, status="skipped", reason=f"cannot be read: {said}")
+        return _row(entry, status="skipped", reason=f"{FAILED}: {said}")
 
 
 def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep: bool) -> TensorMeasurement:

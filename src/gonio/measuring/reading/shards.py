@@ -12,7 +12,8 @@ from gonio.errors import GonioError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.measuring.reading.kinds import open_single
-from gonio.measuring.reading.state_dicts import Opened
+from gonio.measuring.reading.state_dicts import Opened, Problem
+from gonio.messages import counted, say
 
 LARGEST_INDEX = 100 << 20  # bytes; the index of a model of a million tensors is smaller
 PART = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
@@ -30,6 +31,18 @@ def open_shards(index: Path) -> Opened:
         else:
             reason = tensors if isinstance(tensors, str) else f"the shard {plain(shard)} does not hold it"
             missing.append(TensorEntry(name, "", None, None, reason))
+    problems = []
+    for shard, found in shards.items():
+        if isinstance(found, str) and not (index.parent / shard).is_file():
+            tensors = counted(list(wanted.values()).count(shard), "tensor")
+            said = say("the shard is missing; the index places {tensors} in it", tensors=tensors)
+            problems.append(Problem("G702", shard, said))
+        elif isinstance(found, str):
+            problems.append(Problem("G701", shard, found))
+        else:
+            lost = [name for name, place in wanted.items() if place == shard and name not in found]
+            said = say("not in {shard_name}, where the index places it{instead}", shard_name=plain(shard), instead="")
+            problems += [Problem("G702", name, said) for name in lost]
     notes = [f"the index names {plain(name)} twice; the last place is read" for name in doubled[:5]]
     held = [(name, shard) for shard, tensors in shards.items() if not isinstance(tensors, str) for name in tensors]
     strays = {
@@ -41,7 +54,7 @@ def open_shards(index: Path) -> Opened:
         ],
     }
     notes += [f"{what}: {listing(names, limit=4)}" for what, names in strays.items() if names]
-    return Opened(stored, tuple(missing), tuple(notes))
+    return Opened(stored, tuple(missing), tuple(notes), problems=tuple(problems))
 
 
 def _shard(path: Path) -> dict[str, StoredTensor] | str:

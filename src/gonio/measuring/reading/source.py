@@ -39,13 +39,15 @@ from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
-from gonio.measuring.reading.state_dicts import Opened, open_state, state_in
+from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES
 from gonio.measuring.reading.zero_files import is_zero, open_zero
 from gonio.messages import joined, say
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
+CONFIGURATIONS = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")
+"""What is read of the files beside a checkpoint."""
 LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 # The names under which libraries save the weights of a model, before any others in its folder.
 _STANDARD = frozenset(
@@ -74,11 +76,12 @@ class CheckpointPart(os.PathLike[str]):
 
 @dataclass(frozen=True)
 class Contents:
-    """A source's tensors, notes on how it was read, and the adapters of a file or state dict."""
+    """A source's tensors, notes on how it was read, the adapters of a file or state dict, what is wrong with files."""
 
     entries: list[TensorEntry]
     notes: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def name_of(source: Source) -> str:
@@ -121,7 +124,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if adapters:
         held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
         made += entries_of_adapters(adapters, held)
-    return Contents(made, opened.notes, tuple(adapters))
+    return Contents(made, opened.notes, tuple(adapters), opened.problems)
 
 
 @dataclass(frozen=True)
@@ -227,16 +230,16 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
 
 def _beside(folder: Path) -> _Beside:
     """The configurations: of a quantisation in `config.json`, or in a file of its own as older tools write it."""
-    config = small_json(folder / "config.json")
+    config, adapters, older, oldest = (small_json(folder / name) for name in CONFIGURATIONS)
     found = config.get("quantization_config") or config.get("compression_config")
     if not isinstance(found, dict):
-        found = small_json(folder / "quantize_config.json") or small_json(folder / "quant_config.json")
+        found = older or oldest
     text = config.get("text_config")
     padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
     row = padding if isinstance(padding, int) and padding >= 0 else 0
     vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     known = vocabulary if isinstance(vocabulary, int) else None
-    return _Beside(found, small_json(folder / "adapter_config.json"), row, known)
+    return _Beside(found, adapters, row, known)
 
 
 def _no_source(given: object) -> InvalidArgumentError:

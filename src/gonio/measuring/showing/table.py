@@ -15,7 +15,7 @@ from rich.text import Text
 from gonio import escaping
 from gonio.errors import UnknownNameError, import_extra
 from gonio.escaping import csv_table, display_width, plain, printed, shorten
-from gonio.messages import Message, fixed, joined, local, say
+from gonio.messages import LANGUAGES, Message, fixed, joined, local, say, tag
 from gonio.pages.tables import bare_table, number
 
 Subject = TypeVar("Subject")
@@ -188,6 +188,30 @@ def markdown_table(name: str, tensors: Sequence[Any], columns: Sequence[Column[A
     return escaping.markdown_table([name, *(column.title for column in columns)], rows)
 
 
+def _longest(tensors: Sequence[Any], width: int) -> int:
+    """Characters that a table of this width has for a path."""
+    return max(12, min(max(len(plain(t.path)) for t in tensors), max(16, width // 3)))
+
+
+def fitting(
+    tensors: Sequence[Any], columns: Sequence[Column[Any]], kept: Sequence[str], width: int
+) -> list[Column[Any]]:
+    """The columns that fit beside the paths: those that do in English, as far as titles in another language fit too.
+
+    Args:
+        kept: names of columns, most important first; all others follow in the order of `columns`.
+    """
+    room = width - _longest(tensors, width) - 2
+    left, taken, names = room, 0, set()
+    for column in sorted(columns, key=lambda c: kept.index(c.name) if c.name in kept else len(kept)):
+        left -= max(column.width, display_width(column.title)) + 2
+        taken += max(map(display_width, (local(column.title), *map(column.cell, tensors)))) + 2
+        if left < 0 or (taken > room and tag() != LANGUAGES["en"]):
+            break
+        names.add(column.name)
+    return [column for column in columns if column.name in names]
+
+
 def tensor_table(
     first: str,
     tensors: Sequence[Any],
@@ -197,21 +221,13 @@ def tensor_table(
     *,
     flagged: Collection[str] = (),
 ) -> RichTable:
-    """One row per tensor in as many columns as fit.
+    """One row per tensor in as many columns as fit, see :func:`fitting`.
 
     Args:
         first: the heading of the paths.
-        kept: names of columns, most important first; all others follow in the order of `columns`.
         flagged: paths to show in colour.
     """
-    longest = max(12, min(max(len(plain(t.path)) for t in tensors), max(16, width // 3)))
-    left, fitting = width - longest - 2, set()
-    for column in sorted(columns, key=lambda c: kept.index(c.name) if c.name in kept else len(kept)):
-        left -= max(column.width, display_width(local(column.title))) + 2
-        if left < 0:
-            break
-        fitting.add(column.name)
-    shown = [column for column in columns if column.name in fitting]
+    longest, shown = _longest(tensors, width), fitting(tensors, columns, kept, width)
     table = bare_table(first, [column.title for column in shown], min_width=min(longest, 12))
     names = [shorten(tensor.path, longest=longest) for tensor in tensors]
     if len(set(names)) < len({tensor.path for tensor in tensors}):  # what differs is in the middle: show the end

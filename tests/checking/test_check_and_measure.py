@@ -1,0 +1,49 @@
+"""What is wrong with the files of a model is a finding of `measure` too, in the words of `check`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+import gonio
+from catalog import seeded
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards with an index."""
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    save_file({"a.weight": seeded(8, 8)}, tmp_path / first)
+    save_file({"b.weight": seeded(8, 8, seed=1)}, tmp_path / second)
+    index = {"metadata": {}, "weight_map": {"a.weight": first, "b.weight": second}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+def found(findings: tuple[gonio.measuring.Finding, ...]) -> set[tuple[str, str, str, str]]:
+    return {(finding.code, finding.level, finding.path, finding.found) for finding in findings}
+
+
+def test_a_whole_model_has_none(folder: Path) -> None:
+    assert gonio.measure(folder).findings == ()
+
+
+@pytest.mark.parametrize("fault", ["shard missing", "shard damaged", "tensor missing"])
+def test_both_say_the_same(folder: Path, fault: str) -> None:
+    shard = folder / "model-00002-of-00002.safetensors"
+    if fault == "shard missing":
+        shard.unlink()
+    elif fault == "shard damaged":
+        shard.write_bytes(shard.read_bytes()[:20])
+    else:
+        save_file({"other": seeded(8, 8)}, shard)
+    measured = gonio.measure(folder)
+    checked = {one for one in found(gonio.check(folder).findings) if one[0] in ("G701", "G702")}
+    told = {(code, level, path) for code, level, path, _ in found(measured.findings)}
+    assert told == {(code, level, path) for code, level, path, _ in checked} != set()
+    assert "No findings" not in measured.verdict
+    if fault != "shard damaged":  # there each reader says what it could not read
+        assert found(measured.findings) == checked
