@@ -1,4 +1,4 @@
-"""Whole training steps with a tracker at its optimizer, with held norms, and with Muon."""
+"""Whole training steps with a tracker at its optimizer, with held norms, with clipped logits, and with Muon."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def _held(step: str, norm: str = "matrix") -> Prepare:
         return optimizer, gonio.hold_(model, optimizer, step=step, norm=norm)
 
     return prepare
+
+
+def _clipped(model: nn.Module) -> tuple[torch.optim.Optimizer, object]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    return optimizer, gonio.clip_qk_(model, optimizer, limit=100.0)
 
 
 def _muon(model: nn.Module) -> tuple[torch.optim.Optimizer, object]:
@@ -89,7 +94,7 @@ def rows(*, quick: bool) -> Iterator[Row]:
     for network in networks(quick=quick)[slice(1, 2) if quick else slice(None)]:  # a small one in tests
         table = network.name.replace(" ", "-")
         floor = Candidate("AdamW step", lambda n=network: steps_of(n, _plain, steps=steps))
-        for name, prepare in METHODS.items():
+        for name, prepare in (METHODS | ({"clip_qk_": _clipped} if table == "transformer" else {})).items():
             ours = Candidate("gonio", lambda n=network, p=prepare: steps_of(n, p, steps=steps))
             yield Row(name, f"{steps} steps", floor, (ours,), table)
         if sum(p.ndim == 2 for p in network.build().parameters()) > 2:

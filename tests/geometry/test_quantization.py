@@ -50,6 +50,26 @@ def test_values_equal_the_reference(per: Any, bits: int) -> None:
     assert quantization_error(weight, bits=bits, per=per) == pytest.approx(error, rel=1e-12)
 
 
+@pytest.mark.parametrize("shift", [-1.0, 0.0, 0.3, 40.0])
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_values_from_the_least_entry_to_the_largest_equal_the_reference(per: Any, bits: int, shift: float) -> None:
+    weight = heavy(6, 256) + shift
+    found = fake_quantize(weight, bits=bits, per=per, mapping="asymmetric")
+    size = {"tensor": weight.numel(), "channel": 256}.get(per, per)
+    parts = weight.reshape(-1, size).tolist()
+    expected = [reference.quantized_from_least_to_largest(part, bits) for part in parts]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64).view(6, 256), rtol=1e-13, atol=1e-13)
+    error = float((found - weight).norm() / weight.norm())
+    assert quantization_error(weight, bits=bits, per=per, mapping="asymmetric") == pytest.approx(error, rel=1e-12)
+
+
+def test_an_asymmetric_scale_uses_all_integers_of_entries_of_one_sign() -> None:
+    weight = heavy(6, 256).abs()
+    errors = [quantization_error(weight, bits=4, mapping=mapping) for mapping in ("symmetric", "asymmetric")]
+    assert errors[1] < 0.6 * errors[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtype_shape_and_zeros_stay(dtype: torch.dtype) -> None:
     weight = heavy(2, 3, 8, dtype=dtype)
@@ -91,6 +111,7 @@ def test_the_error_in_blocks_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatc
         ({"per": "row"}, (2, 4), r"\(per=\) says what shares a scale; found 'row'"),
         ({"per": 0}, (2, 4), r"\(per=\) says what shares a scale; found 0"),
         ({"per": 3}, (2, 4), "divides the length of a row; found groups of 3 in rows of 4"),
+        ({"mapping": "affine"}, (2, 4), r"\(mapping=\) is 'symmetric' or 'asymmetric'; found 'affine'"),
         ({}, (4,), r"takes rows \(…, n, d\); found shape \(4,\)"),
     ],
 )
@@ -100,38 +121,43 @@ def test_other_arguments_are_refused(options: dict[str, Any], shape: tuple[int, 
             function(torch.ones(shape), **options)
 
 
+@pytest.mark.parametrize("mapping", ["symmetric", "asymmetric"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("per", PER)
-def test_figures_are_those_of_torchao(bits: int, per: Any) -> None:
+def test_figures_are_those_of_torchao(bits: int, per: Any, mapping: Any) -> None:
+    """By its primitives, and by its configurations where these have the format."""
     torchvision()
     pytest.importorskip("torchao", reason="torchao is not installed")
-    api = importlib.import_module("torchao.quantization")
-    granularity = importlib.import_module("torchao.quantization.granularity")
-    weight = heavy(48, 256, dtype=torch.float32)
+    api, primitives, granularity = (
+        importlib.import_module(f"torchao.quantization{name}") for name in ("", ".quant_primitives", ".granularity")
+    )
+    kind = getattr(primitives.MappingType, mapping.upper())
+    weight = heavy(48, 256, dtype=torch.float32) + 0.2
+    block = {"tensor": (48, 256), "channel": (1, 256)}.get(per) or (1, per)
+    ends = (torch.int8, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    scale, zero = primitives.choose_qparams_affine(weight, kind, block, *ends)
+    counts = primitives.quantize_affine(weight, block, scale, zero, *ends)
+    assert_equal(weight, primitives.dequantize_affine(counts, block, scale, zero, *ends), bits, per, mapping)
+    if per == "tensor" and (bits == 4 or mapping == "asymmetric"):
+        return  # no configuration has them
     layer = torch.nn.Linear(256, 48, bias=False)
     layer.weight = torch.nn.Parameter(weight.clone())
-    if bits == 8:
+    if bits == 8 and mapping == "symmetric":
         kinds = {"tensor": granularity.PerTensor(), "channel": granularity.PerRow()}
         config = api.Int8WeightOnlyConfig(granularity=kinds.get(per) or granularity.PerGroup(per))
-    elif per == "tensor":
-        primitives = importlib.import_module("torchao.quantization.quant_primitives")
-        symmetric, block, ends = primitives.MappingType.SYMMETRIC, weight.shape, (torch.int8, -8, 7)
-        scale, zero = primitives.choose_qparams_affine(weight, symmetric, block, *ends)
-        counts = primitives.quantize_affine(weight, block, scale, zero, *ends)
-        theirs = primitives.dequantize_affine(counts, block, scale, zero, *ends)
-        return assert_equal(weight, theirs, bits, per)
     else:
-        kind = granularity.PerAxis(0) if per == "channel" else granularity.PerGroup(per)
-        config = api.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=kind)
+        cut = granularity.PerAxis(0) if per == "channel" else granularity.PerGroup(per)
+        dtype = {4: torch.int4, 8: torch.int8}[bits]
+        config = api.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=cut, mapping_type=kind)
     api.quantize_(layer, config)
-    return assert_equal(weight, layer.weight.dequantize(), bits, per)
+    assert_equal(weight, layer.weight.dequantize(), bits, per, mapping)
 
 
-def assert_equal(weight: Tensor, theirs: Tensor, bits: int, per: Any) -> None:
+def assert_equal(weight: Tensor, theirs: Tensor, bits: int, per: Any, mapping: Any) -> None:
     """Equal errors; and equal values but where an entry lies halfway, which rounding may move to either side."""
     error = float((theirs - weight).double().norm() / weight.double().norm())
-    assert quantization_error(weight, bits=bits, per=per) == pytest.approx(error, rel=1e-5)
-    ours = fake_quantize(weight, bits=bits, per=per)
+    assert quantization_error(weight, bits=bits, per=per, mapping=mapping) == pytest.approx(error, rel=1e-5)
+    ours = fake_quantize(weight, bits=bits, per=per, mapping=mapping)
     other = (ours - theirs).abs() > 1e-5 * weight.abs().max()
     torch.testing.assert_close((ours - weight)[other].abs(), (theirs - weight)[other].abs(), rtol=1e-3, atol=1e-6)
     assert int(other.sum()) <= 2 * len(weight) * max(1, weight.shape[1] // (per if isinstance(per, int) else 256))

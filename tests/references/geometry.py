@@ -98,6 +98,16 @@ def quantized(row: Sequence[float], bits: int, largest: float) -> list[float]:
     return [step * count for count in counts]
 
 
+def quantized_from_least_to_largest(row: Sequence[float], bits: int) -> list[float]:
+    """Each entry as a multiple of the step (largest − least)/(2^b − 1), where 0 is at most the least and counts."""
+    least, largest = min(*row, 0.0), max(*row, 0.0)
+    step = (largest - least) / (2**bits - 1)
+    if step == 0:
+        return [0.0 for _ in row]
+    below = -round(least / step)  # multiples below 0
+    return [step * (min(max(round(value / step) + below, 0), 2**bits - 1) - below) for value in row]
+
+
 def quantization_error(matrix: Array, bits: int, per: str | int) -> float:
     """Relative error, by walking over what shares a scale."""
     rows = [matrix.ravel()] if per == "tensor" else list(matrix)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -290,7 +292,7 @@ def test_experts_that_are_stored_with_their_inputs_first() -> None:
     assert (mlp.experts, str(mlp.gate), str(mlp.up)) == (3, "0.wide[:, :, 0:8]", "0.wide[:, :, 8:16]")
     assert found.roles["0.narrow"] == ("down", "expert")
     groups = gonio.param_groups(model, matrices=True, heads=found)
-    assert groups.matrices["0.wide"] == "3 matrices 16×6"
+    assert groups.matrices["0.wide"] == "6 matrices 8×6"
     assert groups.matrices["0.narrow"] == "3 matrices 6×8"
     blocks = Blocks.of(groups[0]["blocks"][0])
     assert torch.equal(blocks.join(blocks.split(model[0].wide), model[0].wide), model[0].wide)
@@ -542,3 +544,22 @@ def test_attention_between_channels_takes_no_gradient_for_each_position(monkeypa
         assert (block.heads, block.rotary) == (2, "")
         counted.append(len(calls))
     assert max(counted) < 60
+
+
+_CHANNELS_LAST = """
+import torch, gonio
+from torch import nn
+
+class Channels(nn.Module):
+    def forward(self, x):
+        return x.to(memory_format=torch.channels_last)
+
+model = nn.Sequential(nn.Conv2d(3, 96, 1), Channels(), nn.GroupNorm(1, 96))
+print(gonio.surgery.anatomy(model, example=torch.randn(2, 3, 4, 4)).norms)
+"""
+
+
+def test_a_group_norm_of_channels_last() -> None:
+    """In a process of its own, which torch ends if the derivative of the gain is computed without that of the input."""
+    done = subprocess.run([sys.executable, "-c", _CHANNELS_LAST], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "('2.weight',)"), done.stderr

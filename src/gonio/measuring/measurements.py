@@ -296,12 +296,13 @@ def _heads(heads: Sequence[HeadMeasurement]) -> Iterator[RenderableType]:
     blocks: dict[str, list[HeadMeasurement]] = {}
     for head in heads:
         blocks.setdefault(head.path, []).append(head)
-    table = bare_table("norms of heads in", ["heads", *ROLES])
+    table = bare_table("norms of heads in", ["heads", *ROLES, "logits up to"])
     for path, members in islice(blocks.items(), _BLOCKS):
         ends = ([f(getattr(head, role) for head in members) for f in (min, max)] for role in ROLES)
-        table.add_row(
-            Text(shorten(path or local("the model"))), str(len(members)), *(f"{number(a)}–{number(b)}" for a, b in ends)
-        )
+        bounds = [head.logit_bound for head in members if head.logit_bound is not None]
+        cells = [f"{number(a)}–{number(b)}" for a, b in ends]
+        cells.append(number(max(bounds)) if len(bounds) == len(members) else "–")
+        table.add_row(Text(shorten(path or local("the model"))), str(len(members)), *cells)
     yield table
     if len(blocks) > _BLOCKS:
         yield Text(local(say("and {n} more blocks: to_dict() has all heads", n=len(blocks) - _BLOCKS)), style="dim")

@@ -22,9 +22,9 @@ from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.optim.holding import step_of_hold
-from gonio.surgery.anatomy import MASKED, anatomy
+from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Attention
-from gonio.surgery.products import Product, Products
+from gonio.surgery.products import MASKED, Product, Products
 from gonio.surgery.recording import Part
 
 _ENTRIES = 2**24  # of the logits that are computed at once
@@ -300,7 +300,14 @@ class _Observe:
 
     def add(self, values: Tensor) -> None:
         """The largest logits by index, in the order of the leading dimensions."""
-        order = torch.tensor(self.block.places[1] or (0,), device=values.device)
+        places = self.block.places[1] or (0,)
+        in_order = places == tuple(range(len(values)))
+        heads = values.float() if in_order else self._by_head(values, places)
+        self.largest = heads if self.largest is None else torch.maximum(self.largest, heads)
+
+    def _by_head(self, values: Tensor, places: tuple[int, ...]) -> Tensor:
+        """The largest value of each head, of which several indices may be."""
+        order = torch.tensor(places, device=values.device)
         if len(values) != len(order):  # batch and heads are one dimension, in the order of the example's
             if len(order) == self.block.heads:
                 why = (
@@ -311,7 +318,7 @@ class _Observe:
             order = torch.arange(len(values), device=values.device) % self.block.heads
         heads = torch.full((self.block.heads,), -math.inf, device=values.device)
         heads.scatter_reduce_(0, order, values.float(), "amax")
-        self.largest = heads if self.largest is None else torch.maximum(self.largest, heads)
+        return heads
 
     def taken(self) -> Tensor | None:
         """What was observed since the last step."""
@@ -371,7 +378,7 @@ class _Logits(Products):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         norms = [t.float().norm(dim=-1).amax(-1) for t in (query, _repeated(key, query))]
         bound = _by_index(scale * norms[0] * norms[1], block)
-        if bool((bound > limit).any()):
+        if float(bound.amax()) > limit:
             bound = _by_index(_largest(query, _repeated(key, query), mask, causal, scale), block)
         self._observe.add(bound)
 

@@ -31,7 +31,7 @@ class Blocks:
         matrices: equal parts of dim 0: groups of a convolution, gates of an LSTM.
         transposed: whether filters are on dim 1 of each part, or on dim 2 of a stacked weight.
         rows: sizes into which the filters of a part are cut, repeated until all are; () for no further cut. The heads
-            of queries, keys and values are consecutive rows in every order in which they are packed.
+            of queries, keys and values are consecutive rows in every order of packing, and so are gate and up.
         stacked: whether dim 0 of a weight in three dimensions counts matrices, as for stacked experts.
 
     Example:
@@ -69,7 +69,8 @@ class Blocks:
     def join(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """A weight of the shape of `like` from its blocks: the inverse of :meth:`split`."""
         if self.stacked:
-            return parts[0].mT if self.transposed else parts[0]
+            joined = torch.cat(list(parts), 1).reshape((like.mT if self.transposed else like).shape)
+            return joined.mT if self.transposed else joined
         filters = like.shape[1] if self.transposed else like.shape[0] // self.matrices
         return unview(torch.cat(list(parts), 1).reshape(self.matrices, filters, -1), like.shape, self._layout)
 
@@ -115,7 +116,8 @@ def matrix_groups(
     First come the weights that are matrices, and the blocks into which each is cut. Convolutions are matrices of
     flattened filters; cut are their groups, the gates of recurrent layers, stacked experts, and queries, keys and
     values that one layer computes, head by head, where the type of the attention is registered
-    (:func:`gonio.surgery.facts.register`) or its anatomy is given; in other types such a layer stays whole. Not
+    (:func:`gonio.surgery.facts.register`) or its anatomy is given; in other types such a layer stays whole, as do gate
+    and up in one layer without an anatomy. Not
     matrices are embeddings and what is tied to them, the output layers, which a run of the model on shapes alone finds,
     depthwise filters, norms and biases.
 
@@ -186,7 +188,7 @@ def _kinds(
             found[name] = "the output layer"
         else:
             found[name] = _cut(ref, parameter, parents, heads)
-    return found, [*notes, *_of_heads(inner, found)]
+    return found, [*notes, *([] if isinstance(heads, Anatomy) else _of_heads(inner, found))]
 
 
 def _of_heads(model: nn.Module, found: Mapping[str, Blocks | str]) -> list[str]:
@@ -209,10 +211,11 @@ def _why_none(name: str, parameter: Tensor) -> str:
 
 
 def _of_anatomy(heads: Mapping[str, int] | Anatomy, name: str, parameter: Tensor) -> Blocks | None:
-    """A stack of experts that an anatomy has found, with the sides on which it has their inputs."""
-    if not isinstance(heads, Anatomy) or "expert" not in heads.roles.get(name, ()):
+    """A stack of matrices, as for experts, that an anatomy has found, with the sides on which it has their inputs."""
+    if not isinstance(heads, Anatomy) or name not in dict(heads.stacks):
         return None
-    return Blocks(parameter.shape[0], heads.stored_transposed(name), stacked=True)
+    units = heads.rows_of_units(name)
+    return Blocks(parameter.shape[0], heads.stored_transposed(name), (units,) if units else (), stacked=True)
 
 
 def _stacked(holder: nn.Module | None, parameter: Tensor) -> Blocks | None:
@@ -257,8 +260,8 @@ def _rows_of_heads(
 ) -> tuple[int, ...]:
     """The sizes of consecutive heads in a layer that computes q, k and v at once; none for other layers."""
     if isinstance(heads, Anatomy):
-        sizes = heads.rows_of_heads(ref.label)
-        return sizes if sizes and filters % sum(sizes) == 0 else ()
+        sizes = heads.rows_of_heads(ref.label) or (heads.rows_of_units(ref.label),)
+        return sizes if sum(sizes) and filters % sum(sizes) == 0 else ()
     asked = next((rows for glob, rows in heads.items() if fnmatchcase(ref.path, glob)), None)
     if asked is not None:
         if filters % asked:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from gonio.editing.wrapping import unwrapped
 from gonio.seeding import generator
-from gonio.surgery.blocks import Anatomy, Attention, Mlp
+from gonio.surgery.blocks import Anatomy, Attention, Logits, Mlp
 from gonio.surgery.equivalent import generated_example
+from gonio.surgery.logits import Sides
 from gonio.surgery.planned import planned
-from gonio.surgery.products import LAYERS
+from gonio.surgery.products import LAYERS, MASKED
 from gonio.surgery.recording import Call, Part, Product, Recording, record
 
-MASKED = -1e4  # logits below are those of pairs that a mask excludes
 _SAMPLED = 16  # entries of a query that are looked at where they are not as many as the rows of a head
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
 
@@ -83,19 +83,22 @@ def _found_in(model: nn.Module, example: Any) -> Anatomy:
     inner = unwrapped(model)
     given = generated_example(inner) if example is None else example
     with torch.inference_mode(False), torch.enable_grad():
-        return _taken_apart(record(inner, given))
+        return _taken_apart(inner, record(inner, given))
 
 
-def _taken_apart(run: Recording) -> Anatomy:
+def _taken_apart(model: nn.Module, run: Recording) -> Anatomy:
     unknown = dict(run.unknown)
     blocks: dict[tuple[str, Any], Attention] = {}
     for product in run.products:
         if product.value is None and product.passed & LAYERS:  # of a router or a classifier further on
             continue
-        found = _block_of(run, product)
+        found = _block_of(model, run, product)
         if isinstance(found, str):
             unknown[product.path] = found
         else:
+            before = blocks.setdefault((found.path, found.query), found)
+            if before.logits != found.logits:  # of a module that runs twice
+                found = replace(found, logits=None)
             blocks[found.path, found.query] = found
     read = {part.tensor for block in blocks.values() for part in block.output}
     names: dict[int, list[str]] = {}
@@ -111,7 +114,9 @@ def _taken_apart(run: Recording) -> Anatomy:
         tuple(run.norms),
         tuple(tuple(each) for each in names.values() if len(each) > 1),
         {path: why for path, why in unknown.items() if all(block.path != path for block in blocks.values())},
-    )
+        tuple(dict.fromkeys((call.tensor, call.out_dim > call.in_dim) for call in run.calls if call.out_dim and
+                            call.in_dim and run.parameters[call.tensor].ndim == 3)),
+    )  # fmt: skip
 
 
 def _direct(outputs: Any) -> list[Tensor]:
@@ -120,14 +125,14 @@ def _direct(outputs: Any) -> list[Tensor]:
     return [x for x in direct if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]
 
 
-def _block_of(run: Recording, product: Product) -> Attention | str:
+def _block_of(model: nn.Module, run: Recording, product: Product) -> Attention | str:
     """A block, or why it is not known."""
     if product.value is None or product.out is None:
         return "the softmax multiplies no values"
     if product.mixed or product.passed & LAYERS:
         return "a layer with a weight of its own computes its logits or shares from those of all heads"
     try:
-        return _Block(run, product, product.value, product.out).taken_apart()
+        return _Block(model, run, product, product.value, product.out).taken_apart()
     except RuntimeError as error:  # a function of the model's own
         return f"derivatives cannot be computed: {str(error).splitlines()[0][:80]}"
 
@@ -186,8 +191,8 @@ def _sources(x: Tensor, calls: Sequence[Call]) -> _Sources:
 class _Block:
     """What is found of one product of queries and keys."""
 
-    def __init__(self, run: Recording, product: Product, value: Tensor, out: Tensor) -> None:
-        self.run, self.product, self.value, self.out = run, product, value, out
+    def __init__(self, model: nn.Module, run: Recording, product: Product, value: Tensor, out: Tensor) -> None:
+        self.model, self.run, self.product, self.value, self.out = model, run, product, value, out
         self.calls = run.calls[: product.calls]
         self.query, self.key = product.query, product.key
 
@@ -271,10 +276,31 @@ class _Block:
                   not normed and self._proportional(products, [*keys, shared]),
                   not self._normed([reader.x], own_values) and self._proportional(reader.x, own_values))  # fmt: skip
         where = tuple(d - self.query.ndim for d in dims), tuple(order)
+        entries, logits = self._entries(self.query, queries[0]), None
+        if normed or all(linear[:2]):
+            whole = [{n: channels | shared.get(n, frozenset()) for n, channels in each.items()} for each in keys]
+            whole = [{**{n: c for n, c in shared.items() if c}, **each} for each in whole]
+            maps = entries, self._entries(self.key, whole[0])
+            logits = self._logits(places, (queries, whole), groups, normed, maps)
         return Attention(
             self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
-            self._rotation(queries[0]), normed, scales, linear, where, kernel=self.product.kernel,
+            _rotation(entries), normed, scales, linear, logits, where, kernel=self.product.kernel,
         )  # fmt: skip
+
+    def _logits(
+        self, places: Any, rows: tuple[list[_Sources], list[_Sources]], groups: list[int], normed: bool, maps: Any
+    ) -> Logits | None:
+        """From which norms' results its logits are computed."""
+        dims, order = places
+        indices = list(itertools.product(*(range(self.query.shape[d]) for d in dims)))
+        at: list[list[Any]] = [[i for i, n in zip(indices, order, strict=True) if n == h] for h in range(len(groups))]
+
+        def by_head(tensor: Tensor) -> list[Tensor]:
+            moved = tensor.movedim(dims, list(range(len(dims))))
+            return [torch.cat([moved[i].reshape(-1, tensor.shape[-1]) for i in mine]) for mine in at]
+
+        tensors = by_head(self.query), by_head(self.key)
+        return Sides(self.run, self.model, rows, tensors, groups, normed, maps).logits(self.product)
 
     def _rows(self, sources: _Sources) -> tuple[Part, ...]:
         return tuple(self.calls[n].part(sorted(channels)) for n, channels in sources.items() if channels)
@@ -305,21 +331,14 @@ class _Block:
                 return True
         return False
 
-    def _rotation(self, sources: _Sources) -> Literal["", "half", "pairs"] | None:
-        """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
-        entries = self._selected(self.query, {})[-1]
+    def _entries(self, tensor: Tensor, sources: _Sources) -> list[frozenset[Any]]:
+        """For each entry of the first head's last query, or key, the rows on which it depends."""
+        entries = self._selected(tensor, {})[-1]
         if len(entries) != sum(map(len, sources.values())):  # positions, as between channels
             entries = entries[:: -(-len(entries) // _SAMPLED)]
-        kinds: set[int] = set()
-        for entry in entries:
-            found = [_channels(g, self.calls[n].channel)
-                     for n, g in zip(sources, _gradients(entry, [self.calls[n].out for n in sources]), strict=True)
-                     if g is not None]  # fmt: skip
-            rows = sorted(c for channels in found for c in channels)
-            kinds.add(0 if len(rows) == 1 else rows[1] - rows[0] if len(rows) == 2 else -1)
-        if -1 in kinds:
-            return None
-        return "" if kinds == {0} else "pairs" if kinds <= {0, 1} else "half"
+        outs = [self.calls[n].out for n in sources]
+        return [frozenset((n, c) for n, g in zip(sources, _gradients(entry, outs), strict=True) if g is not None
+                          for c in _channels(g, self.calls[n].channel)) for entry in entries]  # fmt: skip
 
     def _columns(
         self, reader: Call, queries: list[_Sources], values: list[_Sources], groups: list[int]
@@ -345,6 +364,15 @@ class _Block:
     def _moved(self, reader: Call, heads: list[_Sources]) -> list[frozenset[int]]:
         """The channels of what a layer reads that change with the outputs of a head's rows."""
         return [_channels(moved, reader.channel) for moved in _changes(reader.x, heads, self.calls)]
+
+
+def _rotation(entries: Sequence[frozenset[tuple[int, int]]]) -> Literal["", "half", "pairs"] | None:
+    """Whether an entry of a query depends on two rows, as after a rotation, and how far they are apart."""
+    rows = [sorted(row for _, row in each) for each in entries]
+    kinds = {0 if len(each) == 1 else each[1] - each[0] if len(each) == 2 else -1 for each in rows}
+    if -1 in kinds:
+        return None
+    return "" if kinds == {0} else "pairs" if kinds <= {0, 1} else "half"
 
 
 def _changes(x: Tensor, parts: Sequence[_Sources], calls: Sequence[Call]) -> list[Tensor]:

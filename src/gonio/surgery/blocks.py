@@ -12,6 +12,43 @@ from gonio.surgery.recording import Part
 
 
 @dataclass(frozen=True)
+class Normalized:
+    """What the queries or the keys of a block are computed from: the result of a norm, which bounds its length.
+
+    Attributes:
+        kind: "rms", or "layer" if the mean is taken out first; the length is then at most the square root of `count`.
+        count: how many entries the norm normalises together.
+        part: the gain, with the shift as its bias; None for ones and zeros.
+        added: 0 or 1, which the norm adds to its gain.
+        after: whether the norm follows the layer, so that its result is the query, or the queries of all heads.
+        factor: by what the outputs of the rows, or the norm's result, are multiplied before the product.
+    """
+
+    kind: Literal["rms", "layer"]
+    count: int
+    part: Part | None
+    added: float
+    after: bool
+    factor: float
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How logits are computed from the results of norms, without masks and biases of positions that are added.
+
+    Attributes:
+        query, key: what they are computed from.
+        scale: by what the products are multiplied.
+        turned: for each entry of a query the first one of those among which positions turn it; None for no positions.
+    """
+
+    query: Normalized
+    key: Normalized
+    scale: float
+    turned: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Attention:
     """One attention block.
 
@@ -28,6 +65,7 @@ class Attention:
             so behind a norm, a cap, or with a bias that depends on positions.
         linear: whether the products of queries and keys are proportional to the outputs of the rows of the queries, and
             of the keys, and what the next layer reads to those of the values; not so behind a norm.
+        logits: of which norms' results the logits are computed, and how; None if that is not known.
     """
 
     path: str
@@ -41,6 +79,7 @@ class Attention:
     normed: bool = False
     scales: tuple[bool, bool] = (False, False)
     linear: tuple[bool, bool, bool] = (False, False, False)
+    logits: Logits | None = field(default=None, repr=False)
     # Where queries (…, tokens, size) count the heads: dimensions from the end, and the head of each index along them.
     places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
     alone: bool = field(default=True, repr=False)  # whether the module multiplies no other queries and keys
@@ -103,6 +142,8 @@ class Anatomy:
         embeddings, heads, routers, norms: names of parameters: tables that are looked up, layers that compute an
             output, layers whose largest outputs are chosen, and gains of norms.
         ties: names of one parameter with several, the first one first.
+        stacks: names of weights in three dimensions that are stacks of matrices, as for experts, and whether the inputs
+            of a matrix come before its outputs.
         unknown: by path, why products of queries and keys there were not taken apart.
     """
 
@@ -114,6 +155,7 @@ class Anatomy:
     norms: tuple[str, ...]
     ties: tuple[tuple[str, ...], ...]
     unknown: Mapping[str, str]
+    stacks: tuple[tuple[str, bool], ...] = ()
 
     @cached_property
     def roles(self) -> dict[str, tuple[str, ...]]:
@@ -138,9 +180,15 @@ class Anatomy:
         return {name: tuple(roles) for name, roles in found.items()}
 
     def stored_transposed(self, tensor: str) -> bool:
-        """Whether a stack of experts has its inputs before its outputs."""
-        return any((part.tensor, part.dim) == (tensor, dim) for mlp in self.mlps if mlp.experts
-                   for part, dim in ((mlp.up, 2), (mlp.gate or mlp.up, 2), (mlp.down, 1)))  # fmt: skip
+        """Whether a stack of matrices has its inputs before its outputs."""
+        return (tensor, True) in self.stacks
+
+    def rows_of_units(self, tensor: str) -> int:
+        """The number of rows of each of gate and up in a weight that computes both, one after the other; else 0."""
+        for mlp in self.mlps:
+            if mlp.gate is not None and {mlp.gate.tensor, mlp.up.tensor} == {tensor}:
+                return mlp.up.count
+        return 0
 
     def rows_of_heads(self, tensor: str) -> tuple[int, ...]:
         """The sizes of consecutive heads of a weight that computes several of queries, keys and values, in its order.

@@ -16,12 +16,13 @@ from gonio.editing.where import sites
 from gonio.errors import listing
 from gonio.seeding import generator
 from gonio.surgery.facts import why_not_dense
-from gonio.surgery.recording import Call, Normed, Recording, record, without_hooks
+from gonio.surgery.logits import facts_of_norm
+from gonio.surgery.recording import Call, Normed, Recording, record
 from gonio.surgery.symmetries import Confirmed, TwinTrial, confirmed
 
 _MOST = 3  # exponent of the powers of two of a trial
+_EQUAL = 0.02  # relative; of what a layer reads and a norm's result, in any dtype
 _ROUNDING = 1e-5  # the largest relative deviation of outputs in a trial, where a model computes in several types
-_EQUAL = 0.02  # relative; of what a norm computes, in any dtype
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _gain(
     mine = [each for each in read if keys & set(each.parts)]
     calls = {Reader.of(each.call): each.call for each in mine if each.call is not None}
     local = {id(p): n for n, p in module._parameters.items()}
-    facts = None if len(normed[0].gains) > 1 else _facts(module, normed[0].x, local[id(parameters[name])])
+    facts = None if len(normed[0].gains) > 1 else facts_of_norm(module, normed[0].x, local[id(parameters[name])])
     if facts is None:
         return "it computes something else than its gain, or 1 + its gain, times the normalised input, plus a shift"
     added, shift = facts[0], next((n for n, p in parameters.items() if local.get(id(p)) == facts[1] != ""), "")
@@ -272,25 +273,3 @@ def not_run(run: Recording, parameters: Mapping[str, nn.Parameter], channels: in
     """Weights of so many channels that no function took, but of modules whose only call was over before."""
     return [n for n, p in parameters.items() if p.ndim > 1 and channels in p.shape and n not in run.used
             and (n.rpartition(".")[0] not in over or run.began[n.rpartition(".")[0]] > 1)]  # fmt: skip
-
-
-def _facts(module: nn.Module, x: Tensor, gain: str) -> tuple[float, str] | None:
-    """What a norm adds to its gain, 0 or 1, and the name of its shift; None where it computes something else."""
-    twin = without_hooks(module).eval()
-    own = {n: torch.zeros_like(p) for n, p in module._parameters.items() if p is not None}
-    shift = next((n for n in own if n != gain), "")
-    if len(own) > 2:
-        return None
-
-    def with_values(**values: float) -> Tensor:
-        tensors = {n: torch.full_like(p, values.get(n, 0.0)) for n, p in own.items()}
-        out: Tensor = torch.func.functional_call(twin, tensors, (x,))
-        return out.double()
-
-    with torch.no_grad():
-        zero, one = with_values(), with_values(**{gain: 1.0})
-        shifted = with_values(**{shift: 1.0}) - zero if shift else torch.ones(())
-    slope = one - zero
-    added = float(((zero * slope).sum() / slope.square().sum()).round())
-    same = bool((zero - added * slope).abs().max() <= _EQUAL * slope.abs().max())
-    return (added, shift) if added in (0, 1) and same and bool(((shifted - 1).abs() <= _EQUAL).all()) else None

@@ -82,7 +82,10 @@ class Planned:
         attention, mlps = _spread(found.attention, self.lists), _spread(found.mlps, self.lists)
         routers, norms = _spread(found.routers, self.lists), _spread(found.norms, self.lists)
         unknown = {name: why for path, why in found.unknown.items() for name in _spread((path,), self.lists)}
-        return replace(found, attention=attention, mlps=mlps, routers=routers, norms=norms, unknown=unknown)
+        stacks = _spread(found.stacks, self.lists)
+        return replace(
+            found, attention=attention, mlps=mlps, routers=routers, norms=norms, unknown=unknown, stacks=stacks
+        )
 
 
 def _spread(parts: tuple[Part, ...], lists: tuple[Repeated, ...]) -> tuple[Part, ...]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+MASKED = -1e4  # logits below are those of pairs that a mask excludes
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 LAYERS = frozenset({"linear", "addmm", "mm", "matmul", "__matmul__", "bmm", "baddbmm", *CONVOLUTIONS})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
@@ -35,6 +36,7 @@ class Product:
     value: Tensor | None = None
     out: Tensor | None = None
     logits: Tensor | None = None  # the softmax's input
+    scale: float | None = None  # of a kernel without logits; None for its default
     calls: int = 0  # of layers before it was complete
     kernel: bool = False  # a registered module computes it, by no function of torch
     passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
@@ -73,7 +75,8 @@ class Products(TorchFunctionMode):
             self._softmax(operands[0], args, kwargs, out)
         elif name == "scaled_dot_product_attention":
             query, key, value = operands[:3]
-            self.found(Product(self.stack[-1], query, key, value, out), args, kwargs)
+            scale = kwargs.get("scale", args[6] if len(args) > 6 else None)
+            self.found(Product(self.stack[-1], query, key, value, out, scale=scale), args, kwargs)
         elif name in _PRODUCTS and isinstance(out, Tensor):
             self._product(name, operands, args, out)
         else:

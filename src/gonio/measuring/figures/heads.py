@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from gonio.errors import GonioError
 from gonio.execution import is_sharded
+from gonio.geometry.attention import largest_product
 from gonio.surgery import Anatomy, Attention, Part, anatomy
+from gonio.surgery.blocks import Normalized
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import trace
 from gonio.surgery.movable import may_attend
 
+_MEASURED = 1e-3  # relative; to which the norms and factors of a block are measured
 ROLES = ("query", "key", "value", "output")
 Read = Callable[[str], Tensor | None]
 """A tensor by its name; None if it has no values to compute with."""
@@ -29,6 +32,9 @@ class HeadMeasurement:
 
     Attributes:
         path: of the block. `head`: its number. `kv_head`: that of its keys and values, which several heads may share.
+        logit_bound: an upper bound of the absolute logits of the head on any input, by
+            :func:`gonio.geometry.logit_bound`, without biases of positions that are added; None where the queries and
+            keys are not computed from the results of known norms.
         query, key, value: the Frobenius norms of the rows that compute them, and `output` that of the columns that
             read the head. Rows of keys that all heads share are in the key of each.
     """
@@ -40,6 +46,7 @@ class HeadMeasurement:
     key: float
     value: float
     output: float
+    logit_bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,16 @@ class HeadChange:
 def heads_in(found: Anatomy, read: Read) -> tuple[HeadMeasurement, ...]:
     """The heads of the blocks whose tensors can be read."""
     norms, made = _Norms(read), []
+    bounds: dict[int, list[float] | None] = {}
     for block, head, parts in _heads(found):
         values = [norms.of(parts[role]) for role in ROLES]
         if None not in values:
-            made.append(HeadMeasurement(block.path, head, block.groups[head], *values))  # type: ignore[arg-type]
+            if id(block) not in bounds:
+                bounds[id(block)] = _logit_bounds(block, read)
+            most = bounds[id(block)]
+            bound = None if most is None else most[head]
+            norm_of = dict(zip(ROLES, values, strict=True))
+            made.append(HeadMeasurement(block.path, head, block.groups[head], logit_bound=bound, **norm_of))  # type: ignore[arg-type]
     return tuple(made)
 
 
@@ -91,6 +104,78 @@ def _heads(found: Anatomy) -> Iterator[tuple[Attention, int, dict[str, tuple[Par
             key = (*block.key[group], *block.shared_key)
             parts = (block.query[head], key, block.value[group], (block.output[head],))
             yield block, head, dict(zip(ROLES, parts, strict=True))
+
+
+@torch.no_grad()
+def _logit_bounds(block: Attention, read: Read) -> list[float] | None:
+    """The largest logit of each head on any input; None where it is not known, or a tensor has no values."""
+    if block.logits is None:
+        return None
+    stored: dict[str, Tensor | None] = {}
+
+    def values(name: str) -> Tensor:
+        if name not in stored:
+            stored[name] = read(name)
+        found = stored[name]
+        if found is None or not bool(found.isfinite().all()):
+            raise _NotKnown
+        return found.detach()
+
+    query, key = (_Side(each, values) for each in (block.logits.query, block.logits.key))
+    try:
+        keys = [key.of((*parts, *block.shared_key), n) for n, parts in enumerate(block.key)]
+        pairs = [(query.of(parts, n), keys[block.groups[n]]) for n, parts in enumerate(block.query)]
+    except _NotKnown:
+        return None
+    scale = abs(block.logits.scale) * (1 + _MEASURED)
+    return [scale * float(largest_product(q, k, block.logits.turned)) for q, k in pairs]
+
+
+class _NotKnown(Exception):
+    """A tensor has no values, or others than the block's record says."""
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The queries or the keys of a block as maps of unit balls."""
+
+    norm: Normalized
+    values: Callable[[str], Tensor]
+
+    def of(self, parts: tuple[Part, ...], number: int) -> tuple[Tensor, Tensor]:
+        """The map of a head and what it adds, as :func:`gonio.geometry.attention.largest_product` takes them."""
+        gain, shift = self._of_norm()
+        if self.norm.after:
+            rows = sum(part.count for part in parts)
+            if self.norm.count != rows:  # over all heads
+                gain, shift = (t[number * rows : (number + 1) * rows] for t in (gain, shift))
+            weight, constant = torch.diag(gain), shift
+        else:
+            weight = torch.cat([self._rows(part) for part in parts])
+            if weight.shape[-1] != self.norm.count:
+                raise _NotKnown
+            constant = weight @ shift + torch.cat([self._bias(part, weight) for part in parts])
+            weight = weight * gain
+        if self.norm.kind == "layer" and weight.shape[-1] == self.norm.count:
+            weight = weight - weight.mean(-1, keepdim=True)
+        factor = self.norm.factor
+        return weight[None] * (factor * sqrt(self.norm.count)), constant[None] * factor
+
+    def _of_norm(self) -> tuple[Tensor, Tensor]:
+        part = self.norm.part
+        if part is None:
+            return torch.ones(self.norm.count, dtype=torch.float64), torch.zeros(self.norm.count, dtype=torch.float64)
+        gain = self.values(part.tensor).double() + self.norm.added
+        return gain, self.values(part.bias).double() if part.bias else torch.zeros_like(gain)
+
+    def _rows(self, part: Part) -> Tensor:
+        weight = self.values(part.tensor).movedim(part.dim, 0)
+        return weight[part.indices].flatten(1).double()
+
+    def _bias(self, part: Part, like: Tensor) -> Tensor:
+        if not part.bias:
+            return like.new_zeros(part.count)
+        return self.values(part.bias)[[n + part.bias_start for n in part.indices]].double()
 
 
 class _Norms:
