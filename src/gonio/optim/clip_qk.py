@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -363,7 +364,7 @@ class _Logits(Products):
         with _Operands() as operands:
             out = func(*args, **kwargs)
         if operands.found is not None:
-            given = inspect.signature(func).bind(*args, **kwargs)
+            given = _signature(func).bind(*args, **kwargs)
             given.apply_defaults()
             heads, (query, key, scale) = given.arguments["num_heads"], operands.found
             query, key = (t.reshape(-1, heads, *t.shape[-2:]) for t in (query, key))
@@ -381,6 +382,9 @@ class _Logits(Products):
         if float(bound.amax()) > limit:
             bound = _by_index(_largest(query, _repeated(key, query), mask, causal, scale), block)
         self._observe.add(bound)
+
+
+_signature = cache(inspect.signature)  # of torch's attention; it takes longer than the norms of a small batch
 
 
 def _repeated(key: Tensor, query: Tensor) -> Tensor:
