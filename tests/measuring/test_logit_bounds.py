@@ -175,7 +175,8 @@ def test_no_bound_of_a_block_that_reads_several_norms() -> None:
     assert set(bounds(model)) == {None}
 
 
-def test_the_table_has_the_largest_of_a_block() -> None:
+def test_the_table_has_the_largest_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     model = net(_plain, nn.LayerNorm(WIDTH))
     assert "logits up to" in str(gonio.measure(model, batch=X))
 

@@ -93,7 +93,8 @@ def _scale(product: Product) -> float | None:
     found: Tensor | None = torch.autograd.grad(logits, query, noise, retain_graph=True, allow_unused=True)[0]
     if found is None:
         return None
-    expected = noise.reshape(*query.shape[:-1], key.shape[-2]) @ key.detach()
+    found = found.double()  # the two may have other dtypes than the logits
+    expected = noise.double().reshape(*query.shape[:-1], key.shape[-2]) @ key.detach().double()
     scale = float((found * expected).sum() / expected.square().sum())
     return _rounded(scale) if _equal(found, scale * expected) else None
 

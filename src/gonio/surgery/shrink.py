@@ -112,11 +112,11 @@ def shrink_change_(
 
     Example:
         >>> base, tuned = nn.Linear(4, 4), nn.Linear(4, 4)
-        >>> change = (tuned.weight - base.weight).norm()
+        >>> change = (tuned.weight - base.weight).detach().norm()
         >>> print(gonio.shrink_change_(tuned, base, factor=0.25))
         shrink_change_: 1 module
-          the model  the change of weight and bias scaled by 0.25
-        >>> round(float((tuned.weight - base.weight).norm() / change), 4)
+          (model)  the change of weight and bias scaled by 0.25
+        >>> round(float((tuned.weight - base.weight).detach().norm() / change), 4)
         0.25
 
     References: M. Wortsman et al., "Robust fine-tuning of zero-shot models", CVPR 2022, arXiv 2109.01903, section 3
@@ -141,7 +141,7 @@ def shrink_change_(
                     done.add(id(parameter))
                     edit.set_data_(parameter, _between(site, whole(before.detach()), whole(parameter.detach()), factor))
             if names:
-                edit.changed(site.path, f"the change of {listing(names)} scaled by {factor:g}")
+                edit.changed(site.path, f"the change of {' and '.join(names)} scaled by {factor:g}")
             else:
                 missing.append(site.path or "the model")
         edit.note_stays(left_out(model, where, can_act=can_interpolate))
