@@ -384,3 +384,14 @@ def test_the_fast_form_keeps_equal_singular_values_finite() -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-13, 1e18, numpy.nan, numpy.inf])
 def test_the_fast_form_leaves_what_it_cannot_square(value: float) -> None:
     assert kernels.top_vectors(numpy.full((4, 6), value, numpy.float32), numpy.ones(6, numpy.float32)) is None
+
+
+def test_the_storage_of_the_weight_can_still_be_resized() -> None:
+    """As FSDP does to free a weight; that of a tensor that NumPy has seen cannot."""
+    layer = nn.Linear(8, 8)
+    P.attach(layer, "weight", P.SpectralNorm())
+    raw = next(layer.parameters())
+    with torch.no_grad():
+        raw.mul_(2)
+    layer(torch.ones(1, 8))
+    assert raw.untyped_storage().resizable()

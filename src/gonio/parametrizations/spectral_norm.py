@@ -350,11 +350,12 @@ class SpectralNorm(Parametrization):
             return False
         if not ordinary_eager(raw, u, v):
             return False
-        matrix, to_u, to_v = raw.detach().numpy(), u.numpy(), v.numpy()
+        # A copy: a tensor whose storage NumPy has seen cannot be resized any more, which FSDP 2 does to free weights.
+        matrix, to_u, to_v = raw.detach().clone().numpy(), u.numpy(), v.numpy()
         found = top_vectors(matrix.reshape(len(matrix), -1), to_v.reshape(-1))
         if found is None:
             return False
-        to_u[...], to_v[...] = found[0], found[1]
+        to_u[...], to_v[...] = found
         increment_version((u, v))  # NumPy's writes are not counted
         return True
 
