@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from torch import nn
 
 import gonio
 from catalog import seeded
@@ -47,3 +48,17 @@ def test_both_say_the_same(folder: Path, fault: str) -> None:
     assert "No findings" not in measured.verdict
     if fault != "shard damaged":  # there each reader says what it could not read
         assert found(measured.findings) == checked
+
+
+@pytest.mark.parametrize("reads", ["measure", "measure of a state dict", "check", "doctor"])
+def test_storages_of_a_model_can_still_be_resized(reads: str) -> None:
+    """As FSDP does to free weights; that of a tensor that NumPy has seen cannot."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), seeded(4, 8)
+    calls = {
+        "measure": lambda: gonio.measure(model, batch=x),
+        "measure of a state dict": lambda: gonio.measure(model.state_dict()),
+        "check": lambda: gonio.check(model.state_dict()),
+        "doctor": lambda: gonio.doctor(model, batch=x),
+    }
+    calls[reads]()
+    assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())

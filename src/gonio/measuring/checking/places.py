@@ -20,7 +20,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -388,10 +387,10 @@ def _loaded(load: Callable[[], Tensor]) -> Iterator[Read]:
 
 @contextmanager
 def _in_memory(tensor: Tensor) -> Iterator[Read]:
-    data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
-    def read(at: int, target: Any) -> None:
-        numpy.copyto(target, data[at : at + len(target)])
+    def read(at: int, target: Any) -> None:  # by torch: a storage that NumPy has seen cannot be resized, as FSDP does
+        torch.from_numpy(target).copy_(data[at : at + len(target)])
 
     yield read
 
