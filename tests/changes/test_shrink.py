@@ -142,7 +142,11 @@ def test_a_change_is_scaled_where_it_is_asked_and_known() -> None:
     assert torch.equal(tuned[0].weight, base[0].weight)
     assert torch.equal(tuned[1].weight, before[1].weight)
     state = {name: value for name, value in base.state_dict().items() if not name.startswith("3")}
-    assert "3: the base has no weight of this path and shape" in str(shrink_change_(tuned, state))
+    assert "3.weight, 3.bias: the base has no weight of this path and shape" in str(shrink_change_(tuned, state))
+    del state["0.bias"]  # a part of a layer is named, too
+    said = str(shrink_change_(tuned, state))
+    assert "0.bias, 3.weight, 3.bias: the base has no weight" in said
+    assert "0  the change of weight scaled by 0.5" in said
 
 
 def test_what_a_change_cannot_be_scaled_by() -> None:

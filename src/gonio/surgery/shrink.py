@@ -83,7 +83,7 @@ def shrink_intruders_(
                 done.add(id(weight))
                 _shrink(edit, site, whole(before.detach()), factor, k, threshold)
         edit.note_stays(left_out(model, where, can_act=can_act))
-        _note_missing(edit, "shrink_intruders_", missing, len(found))
+        _note_missing(edit, "shrink_intruders_", missing, none=len(missing) == len(found))
     return edit.done()
 
 
@@ -133,8 +133,10 @@ def shrink_change_(
         for site in found:
             names = []
             for name, parameter in site.module.named_parameters(recurse=False):
-                before = weights.get(f"{site.path}.{name}" if site.path else name)
+                own = f"{site.path}.{name}" if site.path else name
+                before = weights.get(own)
                 if before is None or before.shape != parameter.shape:
+                    missing.append(own)
                     continue
                 names.append(name)
                 if id(parameter) not in done:
@@ -142,10 +144,8 @@ def shrink_change_(
                     edit.set_data_(parameter, _between(site, whole(before.detach()), whole(parameter.detach()), factor))
             if names:
                 edit.changed(site.path, f"the change of {' and '.join(names)} scaled by {factor:g}")
-            else:
-                missing.append(site.path or "the model")
         edit.note_stays(left_out(model, where, can_act=can_interpolate))
-        _note_missing(edit, "shrink_change_", missing, len(found))
+        _note_missing(edit, "shrink_change_", missing, none=not edit.changes)
     return edit.done()
 
 
@@ -154,11 +154,11 @@ def _tensors(base: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _note_missing(edit: Edit, verb: str, missing: list[str], selected: int) -> None:
-    """Name the layers that the base does not have; refuse if it has none of those selected."""
+def _note_missing(edit: Edit, verb: str, missing: list[str], *, none: bool) -> None:
+    """Name what the base does not have; refuse if it has none of what was selected."""
     if missing:
         edit.note(f"{listing(missing)}: the base has no weight of this path and shape")
-    if len(missing) == selected:
+    if none:
         why = "the base has no weight of its path and shape"
         do = "Pass the model before fine-tuning, with the same names."
         raise NotApplicableError(verb, missing[0], why, do, action="change")
@@ -229,6 +229,6 @@ def can_interpolate(module: nn.Module) -> str | None:
     for parameter in own:
         if (why := why_not_dense(parameter)) is not None:
             return why
-    if not any(p.is_floating_point() or p.is_complex() for p in own):
+    if not own:
         return "it has no parameters of its own"
     return "its parameters are on the meta device" if any(p.is_meta for p in own) else None

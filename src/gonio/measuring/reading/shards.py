@@ -31,18 +31,19 @@ def open_shards(index: Path) -> Opened:
         else:
             reason = tensors if isinstance(tensors, str) else f"the shard {plain(shard)} does not hold it"
             missing.append(TensorEntry(name, "", None, None, reason))
-    problems = []
+    problems, placed = [], dict[str, list[str]]()
+    for name, shard in wanted.items():
+        placed.setdefault(shard, []).append(name)
     for shard, found in shards.items():
         if isinstance(found, str) and not (index.parent / shard).is_file():
-            tensors = counted(list(wanted.values()).count(shard), "tensor")
+            tensors = counted(len(placed[shard]), "tensor")
             said = say("the shard is missing; the index places {tensors} in it", tensors=tensors)
             problems.append(Problem("G702", shard, said))
         elif isinstance(found, str):
             problems.append(Problem("G701", shard, found))
         else:
-            lost = [name for name, place in wanted.items() if place == shard and name not in found]
             said = say("not in {shard_name}, where the index places it{instead}", shard_name=plain(shard), instead="")
-            problems += [Problem("G702", name, said) for name in lost]
+            problems += [Problem("G702", name, said) for name in placed[shard] if name not in found]
     notes = [f"the index names {plain(name)} twice; the last place is read" for name in doubled[:5]]
     held = [(name, shard) for shard, tensors in shards.items() if not isinstance(tensors, str) for name in tensors]
     strays = {
