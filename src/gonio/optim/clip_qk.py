@@ -108,8 +108,7 @@ def clip_qk_(
     Differs: for grouped and multi-query attention the query alone is scaled; a rotary part of a key that all heads
         share stays, as there, and the whole query of the head is scaled by γ_h.
     """
-    if not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf):
-        raise InvalidArgumentError("clip_qk_(limit=) is a positive number", repr(limit), "Pass e.g. 100.")
+    check_arguments(limit)
     refuse_shards(model, "clip_qk_")
     check_optimizer(optimizer, model)
     real = real_optimizers(optimizer, verb="clip_qk_")
@@ -125,6 +124,35 @@ def clip_qk_(
         edit.note_stays(left)
     edited = edit.done()
     return Clipped(edited.verb, edited.changes, edited.notes, edited._undo, clip)
+
+
+def check_arguments(limit: object = 100.0) -> None:
+    """Refuse arguments of :func:`clip_qk_` that no model and no optimizer could make right."""
+    if not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf):
+        raise InvalidArgumentError("clip_qk_(limit=) is a positive number", repr(limit), "Pass e.g. 100.")
+
+
+def clippable(model: nn.Module, where: Where = None, *, limit: float = 100.0) -> tuple[dict[str, str], frozenset[str]]:
+    """The modules whose logits :func:`clip_qk_` would limit with an optimizer of all parameters, and what it scales.
+
+    Args:
+        where, limit: as :func:`clip_qk_` takes them. The model is not changed.
+
+    Returns: by path, why a selected module with attention cannot be clipped, empty for one that can; and the paths of
+        the layers with the queries and keys.
+
+    Raises: as :func:`clip_qk_`, as far as the model decides it.
+
+    Example:
+        >>> from gonio.optim.clip_qk import clippable
+        >>> clippable(nn.TransformerEncoderLayer(8, 2, 16))
+        ({'self_attn': ''}, frozenset({'self_attn'}))
+    """
+    check_arguments(limit)
+    chosen, left = _chosen(model, {id(p) for p in model.parameters()}, where, None)
+    heads = [head for _, block in chosen for head in (*block.query, *(block.key if _scales_keys(block) else ()))]
+    layers = frozenset(part.tensor.rpartition(".")[0] for head in heads for part in head)
+    return {**{block.path: "" for _, block in chosen}, **left}, layers
 
 
 # --- which blocks -----------------------------------------------------------------------------------------------------
