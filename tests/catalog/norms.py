@@ -111,9 +111,9 @@ def _qk_norm(name: str, make: Callable[[], nn.Module], *shape: int) -> LayerCase
 
 
 LAYERS = [
-    _qk_norm("QKNormLinear of queries", lambda: gnn.QKNormLinear(6, 8, query=[(0, 4), (4, 8)]), 5, 6),
+    _qk_norm("QKNormLinear", lambda: gnn.QKNormLinear(6, 8, query=[(0, 4), (4, 8)]), 5, 6),
     _qk_norm(
-        "QKNormLinear with values",
+        "QKNormLinear, with values",
         lambda: gnn.QKNormLinear(6, 13, bias=False, query=[(0, 3), (3, 6)], key=[(6, 9)], eps=1e-3),
         *(2, 4, 6),
     ),

@@ -24,7 +24,7 @@ from gonio.surgery.facts import computes_plainly
 from gonio.surgery.recording import Part, record
 
 _Heads = dict[str, set[tuple[int, int]]]  # "query" and "key": the rows of each head
-_EQUAL = 1e-4  # relative; of lengths, in a dtype with enough digits
+_EQUAL = 1e-4  # relative; of lengths, where the dtype has the digits
 _NOTHING = 1e-30  # a normal number in float32, in which squares are summed
 _OTHERS = "it computes no queries or keys of the model that qk_norm was given"
 
@@ -216,11 +216,12 @@ def _unequal(
     model: nn.Module, example: Any, blocks: Sequence[Attention], layers: Mapping[str, _Heads], at: Mapping[str, Site]
 ) -> dict[str, str]:
     """The blocks whose queries or keys still differ in length if the rows of every head are normalised."""
-    twin = twin_of(model)
+    twin, coarsest = twin_of(model), _EQUAL
     known = {path: site for site in sites(twin) for path in (site.path, *site.aliases)}
     for path, heads in layers.items():
         layer = known[path].module
         new = _with_random_weights(layer, heads)
+        coarsest = max(coarsest, 4 * torch.finfo(new.weight.dtype).eps)
         for parent, name in known[path].owners:
             parent._modules[name] = new
     with torch.inference_mode(False):
@@ -228,7 +229,7 @@ def _unequal(
     equal: dict[str, bool] = {}
     for product in run.products:
         if product.value is not None:
-            same = _same_length(product.query) and _same_length(product.key)
+            same = _same_length(product.query, coarsest) and _same_length(product.key, coarsest)
             equal[product.path] = equal.get(product.path, True) and same
     why = "its queries or keys are not what its layers compute, so that a norm there does not set their length"
     return {block.path: why for block in blocks if not equal.get(block.path, False)}
@@ -243,10 +244,9 @@ def _with_random_weights(layer: Any, heads: _Heads) -> QKNormLinear:
     return new
 
 
-def _same_length(vectors: Tensor) -> bool:
+def _same_length(vectors: Tensor, relative: float) -> bool:
     lengths = vectors.detach().double().norm(dim=-1)
-    close = max(_EQUAL, 4 * torch.finfo(vectors.dtype).eps)
-    return bool(lengths.numel() and lengths.min() > 0 and lengths.max() - lengths.min() <= close * lengths.max())
+    return bool(lengths.numel() and lengths.min() > 0 and lengths.max() - lengths.min() <= relative * lengths.max())
 
 
 def _made(layer: nn.Linear, heads: _Heads, eps: float) -> QKNormLinear:
