@@ -336,6 +336,16 @@ def _keys_are_values(m: Any, x: Tensor) -> Tensor:
     return attend(m, q, k, v) + m.p(F.scaled_dot_product_attention(u, w, k).transpose(1, 2).flatten(2))
 
 
+def _of_two_sizes(m: Any, x: Tensor) -> Tensor:
+    """The same queries and keys, once as two heads and once as four."""
+
+    def cut(heads: int, *layers: str) -> list[Tensor]:
+        return [getattr(m, name)(x).unflatten(-1, (heads, -1)).transpose(1, 2) for name in layers]
+
+    more = F.scaled_dot_product_attention(*cut(4, "q", "k", "w")).transpose(1, 2).flatten(2)
+    return attend(m, *cut(2, "q", "k", "v")) + m.p(more)
+
+
 def _tied() -> Net:
     model = separate()
     model.o.weight = model.q.weight
@@ -362,6 +372,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "several layers compute the queries or keys of a head",
     ),
     "a tied weight": (_tied, "another layer has the weight q.weight too"),
+    "heads of two sizes": (
+        lambda: Net(_of_two_sizes, **_layers("qkvwp")),
+        "q.weight compute several of queries, keys and values, or heads of several sizes",
+    ),
     "an activation": (lambda: separate(lambda q, k: (F.gelu(q), k)), "are not what its layers compute"),
     "positions": (lambda: separate(lambda q, k: (q, k + torch.arange(5.0)[:, None])), "are not what its layers"),
     "positions of queries": (lambda: separate(lambda q, k: (q * torch.arange(1, 6.0)[:, None], k)), "are not what"),

@@ -121,7 +121,7 @@ def qk_norm(model: nn.Module, *, example: Any = None, eps: float = 1e-6) -> QKNo
     _spread_(stays, found.attention)
     able = [block for block in found.attention if block.path not in stays]
     if able:
-        stays |= _unequal(inner, given, able, _layers(able), at)
+        stays |= _unequal(inner, given, able, _layers(able))
         _spread_(stays, found.attention)
         able = [block for block in able if block.path not in stays]
     if not able:
@@ -154,18 +154,21 @@ def _layers(blocks: Sequence[Attention]) -> dict[str, _Heads]:
 
 def _refused(blocks: Sequence[Attention], at: Mapping[str, Site]) -> dict[str, str]:
     """By the path of a block, why its queries and keys cannot be normalised, as far as its parts tell."""
-    roles: dict[str, dict[int, str]] = {}  # by tensor and row
+    of_row: dict[tuple[str, int], Any] = {}  # by tensor and row, the role, the rows of the head
+    sizes: dict[tuple[str, str], int] = {}  # by tensor and role
     mixed: set[str] = set()
     for block in blocks:
         for role in ("query", "key", "value"):
             for part in (part for head in getattr(block, role) for part in head):
-                known = roles.setdefault(part.tensor, {})
-                mixed |= {part.tensor for row in part.indices if known.setdefault(row, role) != role}
+                own = (role, () if role == "value" else part.rows)
+                same = role == "value" or sizes.setdefault((part.tensor, role), part.count) == part.count
+                if not (same and all(of_row.setdefault((part.tensor, row), own) == own for row in part.indices)):
+                    mixed.add(part.tensor)
     found = {}
     for block in blocks:
         why = _why_not(block, at)
         if why is None and (again := next((part.tensor for part in _parts(block) if part.tensor in mixed), None)):
-            why = f"rows of {again} compute several of queries, keys and values"
+            why = f"rows of {again} compute several of queries, keys and values, or heads of several sizes"
         if why is not None:
             found[block.path] = why
     return found
@@ -213,7 +216,7 @@ def _spread_(stays: dict[str, str], blocks: Sequence[Attention]) -> None:
 
 
 def _unequal(
-    model: nn.Module, example: Any, blocks: Sequence[Attention], layers: Mapping[str, _Heads], at: Mapping[str, Site]
+    model: nn.Module, example: Any, blocks: Sequence[Attention], layers: Mapping[str, _Heads]
 ) -> dict[str, str]:
     """The blocks whose queries or keys still differ in length if the rows of every head are normalised."""
     twin, coarsest = twin_of(model), _EQUAL
