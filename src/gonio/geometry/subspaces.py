@@ -143,7 +143,9 @@ def _krylov(matrix: Tensor, scale: float, k: int, seed: int, tolerance: float) -
         basis = torch.cat([basis, block], 1)
     # Not the images of left vectors over their values, which are noise where a value is 0.
     parts = vectors[:, :k].split(width)
-    onto, triangle = torch.linalg.qr(torch.stack([i.to(part) @ part for i, part in zip(images, parts)]).sum(0))
+    onto, triangle = torch.linalg.qr(
+        torch.stack([i.to(part) @ part for i, part in zip(images, parts, strict=True)]).sum(0)
+    )
     turned, values, top = torch.linalg.svd(triangle)
     return basis[:, : len(vectors)] @ (vectors[:, :k] @ top.mT).to(basis), values, onto @ turned, error
 
