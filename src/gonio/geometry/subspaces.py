@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def _krylov(matrix: Tensor, scale: float, k: int, seed: int, tolerance: float) -
                 break
         rounding = ROUNDING * torch.finfo(block.dtype).eps * squared.diagonal().amax()
         ended = basis.shape[1] + width > n or bool(coupling.abs().amax() <= rounding)  # the Krylov space is complete
-        if step in CHECKS or ended or step == STEPS:
+        if step in CHECKS or ended:
             squares, vectors = (found.flip(-1) for found in torch.linalg.eigh(squared))
             residual = float(torch.linalg.matrix_norm(coupling.to(vectors) @ vectors[-width:, :k], 2))
             error = _sine(squares, k, residual, block.dtype)
@@ -143,9 +144,8 @@ def _krylov(matrix: Tensor, scale: float, k: int, seed: int, tolerance: float) -
         basis = torch.cat([basis, block], 1)
     # Not the images of left vectors over their values, which are noise where a value is 0.
     parts = vectors[:, :k].split(width)
-    onto, triangle = torch.linalg.qr(
-        torch.stack([i.to(part) @ part for i, part in zip(images, parts, strict=True)]).sum(0)
-    )
+    together = reduce(torch.add, (image.to(part) @ part for image, part in zip(images, parts, strict=True)))
+    onto, triangle = torch.linalg.qr(together)
     turned, values, top = torch.linalg.svd(triangle)
     return basis[:, : len(vectors)] @ (vectors[:, :k] @ top.mT).to(basis), values, onto @ turned, error
 
