@@ -2,11 +2,15 @@
 
 Compilers, exports, tracers, function transforms (`torch.func`), forward-mode differentiation and tensor subclasses
 (sharded and fake tensors) get the plain form of every formula. This file isolates the private functions of torch
-that tell them apart. In a training of several processes, :func:`total` sums over them.
+that tell them apart. In a training of several processes, :func:`total` sums over them. :func:`one_thread` leaves the
+other cores alone.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +45,35 @@ def ordinary_eager(*tensors: Tensor) -> bool:
         if type(x) is not Tensor and type(x) is not nn.Parameter:
             return False
     return True
+
+
+_COUNTING = threading.Lock()
+_inside, _usual = 0, 1  # threads of Python in `one_thread`, and torch's number of threads outside
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes with one thread: LAPACK takes up to twice as long with two for matrices of 64 rows.
+
+    The number is one of the process. It is restored at the end, also where several threads of Python overlap here.
+
+    Example:
+        >>> from gonio.execution import one_thread
+        >>> with one_thread():
+        ...     torch.get_num_threads()
+        1
+    """
+    global _inside, _usual
+    with _COUNTING:
+        _usual = _usual if _inside else torch.get_num_threads()
+        _inside += 1
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _COUNTING:
+            _inside -= 1
+            torch.set_num_threads(_usual)
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

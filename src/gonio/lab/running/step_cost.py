@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gonio.errors import GonioError, InvalidArgumentError
+from gonio.execution import one_thread
 from gonio.lab.running.cost import peak_bytes, silent_stderr, time_blocks
 from gonio.messages import fixed, said_by
 from gonio.optim.named import OPTIMIZERS
@@ -90,7 +90,7 @@ def step_costs(
     moved = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, example)
     names, steps, sizes, unfit = list[str](), list[Callable[[], None]](), list[int](), dict[str, str]()
     plain = Recipe(BASELINE)
-    with _one_thread():
+    with one_thread():
         for name, recipe in [(BASELINE, plain), (AGAIN, plain), *((recipe.name, recipe) for recipe in recipes)]:
             try:
                 step, size = _step(build().to(device), moved, recipe, optimizer)
@@ -169,13 +169,3 @@ def _mean_square(outputs: Any) -> Tensor:
             "Build a model that can be trained.",
         )
     return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import UnreadableFileError
+from gonio.execution import one_thread
 from gonio.measuring.checking.places import Place
 from gonio.measuring.reading.entry import dtype_named
 
@@ -100,16 +101,13 @@ class TensorCheck:
 def scan_all(places: Sequence[Place], jobs: int, progress: Callable[[int, int], None] | None) -> list[TensorCheck]:
     """The check of each tensor, by `jobs` threads; progress is (bytes done, bytes in all)."""
     total, done, made = sum(place.size for place in places), 0, []
-    threads = torch.get_num_threads()
-    try:  # one thread of torch in each of ours
-        with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for place, found in zip(places, pool.map(scan, places), strict=True):
-                made.append(found)
-                done += place.size
-                if progress is not None:
-                    progress(done, total)
-    finally:
-        torch.set_num_threads(threads)
+    # one thread of torch in each of ours
+    with one_thread(), ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for place, found in zip(places, pool.map(scan, places), strict=True):
+            made.append(found)
+            done += place.size
+            if progress is not None:
+                progress(done, total)
     return made
 
 

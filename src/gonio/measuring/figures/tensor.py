@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gonio.errors import GonioError
 from gonio.escaping import plain
+from gonio.execution import one_thread
 from gonio.geometry import (
     Layout,
     chance,
@@ -299,6 +300,7 @@ def _guarded(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep:
         return _row(entry, status="skipped", reason=f"{FAILED}: {said}")
 
 
+@one_thread()
 def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int, TensorMeasurement]:
     """The rows of the ordinary ones among small tensors of one shape, by number.
 
