@@ -18,7 +18,7 @@ from rich.text import Text
 from gonio.errors import InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
 from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
-from gonio.measuring.checking.rules import checked, with_siblings
+from gonio.measuring.checking.rules import checked, among_others
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.entry import INTEGERS, dtype_named
@@ -64,15 +64,15 @@ class CheckpointContents:
     adapter: str = ""
 
     def __str__(self) -> str:
-        """One line, for example `llama, 1.24 billion parameters in 146 tensors (146 bfloat16), 16 layers`."""
+        """One line, for example `llama, 1.24 billion values in 146 tensors (146 bfloat16), 16 layers`."""
         return str(self.said)
 
     @property
     def said(self) -> Message:
         """The line as a message."""
         dtypes = joined([f"{n} {plain(dtype, longest=40)}" for dtype, n in self.dtypes.items()])
-        size = {"parameters": _large(self.parameters), "tensors": counted(self.tensors, "tensor"), "dtypes": dtypes}
-        parts: list[str] = [say("{parameters} in {tensors} ({dtypes})", **size)]
+        size = {"values": _large(self.parameters), "tensors": counted(self.tensors, "tensor"), "dtypes": dtypes}
+        parts: list[str] = [say("{values} in {tensors} ({dtypes})", **size)]
         parts = [plain(self.family, longest=80), *parts] if self.family else parts
         parts += [counted(self.layers, "layer")] if self.layers is not None else []
         parts += [counted(self.heads, "head")] if self.heads is not None else []
@@ -169,10 +169,10 @@ class CheckResult(Table[TensorCheck]):
         yield Text(local(self.contents.said))
         for note in self.notes:
             yield Text(plain(local(note), longest=500), style="dim")
-        groups: dict[str, list[Finding]] = {}
+        groups: dict[tuple[str, str], list[Finding]] = {}
         for finding in self.findings:
-            groups.setdefault(finding.code, []).append(finding)
-        for code, group in groups.items():
+            groups.setdefault((finding.code, finding.level), []).append(finding)
+        for (code, _), group in groups.items():
             title, number = local(RULES[code].text.title), local(counted(len(group), "finding"))
             yield Text(f"{local(group[0].level):5} {code}: {title} ({number})", style="bold")
             for finding in group[:_SHOWN]:
@@ -186,12 +186,12 @@ class CheckResult(Table[TensorCheck]):
 
 
 def _large(count: int) -> Message:
-    """Parameters in millions or billions where there are as many."""
+    """The values of parameters and buffers, which a file does not tell apart, in millions or billions from there on."""
     if count >= 10**9:
-        return say("{n:.3g} billion parameters", n=count / 10**9)
+        return say("{n:.3g} billion values", n=count / 10**9)
     if count >= 10**6:
-        return say("{n:.3g} million parameters", n=count / 10**6)
-    return counted(count, "parameter")
+        return say("{n:.3g} million values", n=count / 10**6)
+    return counted(count, "value")
 
 
 def check(
@@ -251,7 +251,7 @@ def check(
         for place, tensor in zip(held.places, scanned, strict=True)
         if tensor.reason and not place.reason
     ]
-    tensors = with_siblings(scanned)
+    tensors = among_others(scanned)
     changes = [] if known is None else list(_changes(tensors, known))
     findings = checked(tensors, [*held.problems, *unread, *changes])
     return CheckResult(name_of(source), contents, tensors, findings, notes)
