@@ -25,6 +25,7 @@ from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, fitting, markdown_table, reasons, tensor_table
 from gonio.messages import Message, counted, joined, local, say
+from gonio.pages import made_by
 from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
 
@@ -210,7 +211,7 @@ class Measurements(Table[TensorMeasurement]):
             groups=groups,
             said=said,
             beside=side_by_side((self, *beside), compared) if beside else None,
-            made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
+            made=made_by(self.versions, command=command, date=date),
             angles=([c for c in columns if not c.spectral], angle_columns(shown)),
             spectra=([c for c in columns if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
