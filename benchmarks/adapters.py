@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,13 @@ __all__ = ["BASES", "LOCAL", "Tuning", "base_of", "main", "trained", "tunings"]
 
 LOCAL = FOLDER / "local" / "adapters"
 SEEDS = 2
+SCORES = (("before", "after"), ("old_before", "old_after"))  # on the task of the adapter, and of the base
 USUAL = (1e-3, 3e-3)  # learning rates of AdamW
 HIGH = 3e-2
+KINDS = (
+    *(("LoRA", 1), ("LoRA", 4), ("LoRA", 16), ("rsLoRA", 8)),
+    *(("DoRA", 4), ("PiSSA", 8), ("AdaLoRA", 4), ("OFT", 8)),
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,17 @@ class Base:
     tuned: int  # epochs of an adapter
 
 
+CONVOLUTIONS, LINEAR = ["conv1", "conv2", "conv3"], ["fc1", "fc2"]
 BASES = {
     "transformer": Base(
         {"attention": ["qkv", "out"], "MLP": ["up", "down"], "all": ["qkv", "out", "up", "down"]}, 3e-3, 6, 3
     ),
     "convolutions": Base(
-        {"convolutions": ["conv2", "conv3"], "linear": ["fc1", "fc2"], "all": ["conv1", "conv2", "conv3", "fc1", "fc2"]},
+        {
+            "convolutions": ["conv2", "conv3"],
+            "linear": ["fc1", "fc2"],
+            "all": ["conv1", "conv2", "conv3", "fc1", "fc2"],
+        },
         3e-3,
         20,
         20,
@@ -84,10 +95,9 @@ class Tuning:
 
 def tunings(seeds: int = SEEDS) -> Iterator[Tuning]:
     """Every base and layers with one kind and rank after the other, so that all kinds meet all bases."""
-    kinds = (("LoRA", 1), ("LoRA", 4), ("LoRA", 16), ("rsLoRA", 8), ("DoRA", 4), ("PiSSA", 8), ("AdaLoRA", 4), ("OFT", 8))
     for seed in range(seeds):
         for base, one in BASES.items():
-            for kind, rank in kinds:
+            for kind, rank in KINDS:
                 for at, targets in enumerate(one.targets):
                     if targets != "linear" and base == "convolutions" and kind in ("AdaLoRA", "PiSSA", "OFT"):
                         continue  # peft has them for linear layers only, or in blocks that must divide each kernel
@@ -108,7 +118,7 @@ def network(base: str) -> nn.Module:
     if base == "convolutions":
         return gonio.models.digits_cnn()
     widths = [64, *[64] * 5]
-    hidden = [part for a, b in zip(widths, widths[1:], strict=False) for part in (nn.Linear(a, b), nn.ReLU())]
+    hidden = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, 10))
 
 
@@ -147,7 +157,9 @@ def adapted(model: nn.Module, tuning: Tuning, steps: int) -> nn.Module:
     if tuning.kind == "OFT":
         config: Any = peft.OFTConfig(r=0, oft_block_size=rank, target_modules=targets)
     elif tuning.kind == "AdaLoRA":
-        config = peft.AdaLoraConfig(init_r=rank, target_r=rank, lora_alpha=2 * rank, target_modules=targets, total_step=steps)
+        config = peft.AdaLoraConfig(
+            init_r=rank, target_r=rank, lora_alpha=2 * rank, target_modules=targets, total_step=steps
+        )
     else:
         more: dict[str, Any] = {
             "LoRA": {},
@@ -187,9 +199,8 @@ def main(words: list[str]) -> None:
     start = time.monotonic()
     for at, tuning in enumerate(every, start=1):
         _, scores = trained(tuning)
-        print(f"{at} of {len(every)}, {time.monotonic() - start:.0f} s: {tuning.name} "
-              f"{scores['before']:.2f} -> {scores['after']:.2f}, {scores['old_before']:.2f} -> {scores['old_after']:.2f}",
-              flush=True)  # fmt: skip
+        said = (f"{scores[before]:.2f} -> {scores[after]:.2f}" for before, after in SCORES)
+        print(f"{at} of {len(every)}, {time.monotonic() - start:.0f} s: {tuning.name} {', '.join(said)}", flush=True)
 
 
 if __name__ == "__main__":

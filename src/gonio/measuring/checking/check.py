@@ -8,10 +8,12 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
@@ -21,7 +23,8 @@ from gonio.measuring.checking.places import Content, Inventory, Problem, invento
 from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
-from gonio.measuring.reading.entry import INTEGERS, dtype_named
+from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
+from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.source import name_of, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
@@ -251,15 +254,35 @@ def check(
         for place, tensor in zip(held.places, scanned, strict=True)
         if tensor.reason and not place.reason
     ]
-    tensors = among_others(scanned)
+    adapters, config = _adapters(held)
+    parts = {part for adapter in adapters for part in adapter.parts}
+    tensors = among_others([replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned])
     changes = [] if known is None else list(_changes(tensors, known))
-    findings = checked(tensors, [*held.problems, *unread, *changes])
+    in_files = None if isinstance(source, Mapping) else config
+    findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files)])
     return CheckResult(name_of(source), contents, tensors, findings, notes)
 
 
-def _contents(held: Inventory) -> CheckpointContents:
+def _folder(held: Inventory) -> Path | None:
     first = held.files[0] if held.files else None
-    folder = first if first is None or first.is_dir() else first.parent
+    return first if first is None or first.is_dir() else first.parent
+
+
+def _adapters(held: Inventory) -> tuple[list[Adapter], dict[str, Any]]:
+    """The adapters of a checkpoint, whose values are not read, and their configuration."""
+    own = {place.name: place for place in held.places if not place.beside and not place.reason}
+    if not any(mark in f".{name}" for name in own for mark in MARKS):
+        return [], {}
+    folder = _folder(held)
+    config = {} if folder is None else small_json(folder / "adapter_config.json")
+    stored = {
+        name: StoredTensor(place.shape, place.dtype, partial(torch.zeros, place.shape)) for name, place in own.items()
+    }
+    return adapters_in(stored, AdapterConfig(config)), config
+
+
+def _contents(held: Inventory) -> CheckpointContents:
+    folder = _folder(held)
     config, adapter = (
         {} if folder is None else small_json(folder / name) for name in ("config.json", "adapter_config.json")
     )

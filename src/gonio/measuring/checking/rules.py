@@ -52,7 +52,7 @@ def among_others(tensors: Sequence[TensorCheck]) -> tuple[TensorCheck, ...]:
     return tuple(replace(t, layer=is_layer(t)) if t.equal_rows and not t.beside else t for t in placed)
 
 
-for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711"):
+for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713"):
 
     @rule(_code, FILE_RULES)
     def _of_file(problem: Problem, code: str = _code) -> str | None:
@@ -71,11 +71,13 @@ def _zero(t: TensorCheck) -> str | None:
 
 @rule("G102", VALUE_RULES)
 def _zero_rows(t: TensorCheck) -> str | None:
-    return zero_filters(t.zero_rows, t.rows, t.zero_indices) if 1 < t.zero_rows < t.rows else None
+    return zero_filters(t.zero_rows, t.rows, t.zero_indices) if 1 < t.zero_rows < t.rows and not t.adapter else None
 
 
 @rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)
 def _equal_rows(t: TensorCheck) -> str | None:
+    if t.adapter:
+        return None
     return equal_filters(t.equal_pairs, t.equal_rows, t.rows, (t.rows, t.entries // max(t.rows, 1)))
 
 
@@ -90,6 +92,8 @@ def _constant(t: TensorCheck) -> str | None:
 
 @rule("G708", VALUE_RULES)
 def _constant_rows(t: TensorCheck) -> str | None:
+    if t.adapter:
+        return None
     if t.zero_rows == 1 and t.rows > 1:
         return say("row {row} is 0", row=t.zero_indices[0])
     if not t.constant_rows or t.constant:

@@ -60,6 +60,7 @@ class TensorCheck:
             that equals an earlier one, and that one, the first thousand.
         layer: of a tensor with equal rows, whether rows are the filters of a layer: it is called a weight, and has more
             than two dimensions, a bias, or siblings. Rows of a table can be equal because their tokens never occur.
+        adapter: whether it is a part of an adapter: rows of B that no gradient has reached are 0.
         zero, constant: whether every value is 0; whether all values are the same.
         fingerprint: 64 bits of a hash of its bytes, in hexadecimal; empty if it was not read.
         siblings: number of tensors with the same name up to numbers in it, and with the same shape.
@@ -88,6 +89,7 @@ class TensorCheck:
     constant_indices: tuple[int, ...] = ()
     equal_pairs: tuple[tuple[int, int], ...] = ()
     layer: bool = False
+    adapter: bool = False
     zero: bool = False
     constant: bool = False
     fingerprint: str = ""

@@ -317,10 +317,15 @@ def _zero(t: TensorMeasurement) -> str | None:
     return say("every value is 0") if t.total_filters and t.zero_filters == t.total_filters else None
 
 
+def _of_adapter(t: TensorMeasurement) -> bool:
+    """Whether it is a part or product of an adapter: B begins at 0, and rows that no gradient reaches stay there."""
+    return t.kind in (LOW_RANK, FACTOR)
+
+
 @rule("G102", WEIGHT_RULES)
 def _dead(t: TensorMeasurement) -> str | None:
     padding = t.zero_filters == 1 and not {PADDING, MAYBE_PADDING}.isdisjoint(t.notes)
-    if not t.zero_filters or t.zero_filters == t.total_filters or padding:
+    if not t.zero_filters or t.zero_filters == t.total_filters or padding or _of_adapter(t):
         return None
     return zero_filters(t.zero_filters, t.total_filters, t.zero_indices)
 
@@ -345,7 +350,7 @@ def named(first: Sequence[str], count: int) -> Message:
 
 @rule("G103", WEIGHT_RULES)
 def _weak(t: TensorMeasurement) -> str | None:
-    if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4:
+    if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4 or _of_adapter(t):
         return None
     least, middle = t.norm_nonzero_min, t.norm_quantiles[2]
     return (
@@ -357,7 +362,7 @@ def _weak(t: TensorMeasurement) -> str | None:
 
 @rule("G104", WEIGHT_RULES)
 def _dominant(t: TensorMeasurement) -> str | None:
-    if t.norm_quantiles is None or t.total_filters < 8:
+    if t.norm_quantiles is None or t.total_filters < 8 or _of_adapter(t):
         return None
     middle, most = t.norm_quantiles[2], t.norm_quantiles[-1]
     return (
@@ -374,7 +379,7 @@ def _negative_variance(t: TensorMeasurement) -> str | None:
 
 def _not_like_random(t: TensorMeasurement) -> bool:
     """Whether its rows share directions by what it is: a fixed or constant table, a part or product of an adapter."""
-    return FIXED in t.notes or CONSTANT in t.notes or t.kind in (LOW_RANK, FACTOR)
+    return FIXED in t.notes or CONSTANT in t.notes or _of_adapter(t)
 
 
 @rule("G201", WEIGHT_RULES)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters
+from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
     FACTOR,
@@ -126,7 +126,9 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if adapters:
         held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
         made += entries_of_adapters(adapters, held)
-    return Contents(made, opened.notes, tuple(adapters), opened.problems)
+    in_files = isinstance(source, (str, os.PathLike))
+    faults = faults_of(adapters, about if in_files else None) if adapters else []
+    return Contents(made, opened.notes, tuple(adapters), (*opened.problems, *faults))
 
 
 @dataclass(frozen=True)
