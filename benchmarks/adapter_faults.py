@@ -256,11 +256,11 @@ def table(found: Mapping[str, Any]) -> str:
     used = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     said = (
         f"{caught} of {len(seen)} faults found ({caught / len(seen):.1%}). {len(healthy)} adapters in order ({kinds}, "
-        f"of {len({record['base'] for record in healthy})} kinds of networks): {len(alone)} have a warning of their own "
-        f"(the true rate is below {below}), {len(with_base)} one beside their base"
+        f"of {len({record['base'] for record in healthy})} kinds of networks): {len(alone)} have a warning "
+        f"of their own (the true rate is below {below}), {len(with_base)} one beside their base"
         f"{' (' + ', '.join(codes) + ')' if codes else ''}. Of {len(others)} more, at a rate of {HIGH:g}, or which "
-        f"lost the base's score or did not gain, {len(high)} have one beside their base. ¹ B begins at 0, and its sign is "
-        f"arbitrary: no file shows it. {used}."
+        f"lost the base's score or did not gain, {len(high)} have one beside their base. ¹ B begins at 0, and its "
+        f"sign is arbitrary: no file shows it. {used}."
     )
     return "\n".join([*lines, "", said])
 
