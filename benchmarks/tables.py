@@ -16,7 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks import adapter_faults, doctor, fine_tuning, orthogonal_conv, other_ways, planted_damage, quantisation, study
+from benchmarks import (
+    adapter_faults,
+    doctor,
+    fine_tuning,
+    orthogonal_conv,
+    other_ways,
+    planted_damage,
+    quantisation,
+    study,
+)
 from benchmarks.results import FOLDER, Key, Measured, Ratio, Report, RowResult, path_of, read
 
 ROOT = Path(__file__).resolve().parents[1]

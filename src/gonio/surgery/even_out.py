@@ -123,7 +123,8 @@ def _even_layer(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
         site.module._parameters.get("bias"),
         layout_of(site.module),
     )
-    values, said = weight.detach().double(), []
+    values = weight.detach().double()
+    said: list[str] = []
     if lost := int((~torch.isfinite(values)).sum()):
         values = torch.where(torch.isfinite(values), values, 0.0)
         one = say("1 entry that is not finite set to 0")
@@ -154,7 +155,8 @@ def _even_layer(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
 
 def _even_norm(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
     """Change a norm's gain and shift; what was done."""
-    gain, shift, said = site.module.get_parameter("weight"), site.module._parameters.get("bias"), []
+    gain, shift = site.module.get_parameter("weight"), site.module._parameters.get("bias")
+    said: list[str] = []
     usual = _usual(others, norms=True) or 1.0
     values = gain.detach().double()
     middle = _median(values.abs())

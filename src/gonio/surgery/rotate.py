@@ -100,10 +100,10 @@ def rotate_(
                 path, _, own = name.rpartition(".")
                 said.setdefault(path, {}).setdefault(_words(each, turn), []).append(own)
         for path, by in said.items():
-            what = [
+            done = [
                 say("{names} turned by {words}", names=", ".join(names), words=words) for words, names in by.items()
             ]
-            edit.changed(path, joined(what, "; "))
+            edit.changed(path, joined(done, "; "))
         edit.note_stays(found.stay)
         coarser = min(_ROUNDINGS * found.eps, 0.1)
         same.check_(edit, "turn", {dtype: max(each, coarser) for dtype, each in SAME_OUTPUTS.items()}, 0.1)

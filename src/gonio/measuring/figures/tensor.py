@@ -464,7 +464,8 @@ def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple
     """Each filter that is proportional to an earlier one of its matrix, and that one, counted over all matrices."""
     if pairs is None or pairs.coherence < 1 - ROUNDING:
         return ()
-    n, found = matrices.shape[1], []
+    n = matrices.shape[1]
+    found: list[tuple[int, int]] = []
     for index, matrix in enumerate(matrices):
         if matrix.numel() > SEARCHED:
             continue
