@@ -359,9 +359,11 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         radii, at = torch.where(norms > 0, float(radius), 0.0).to(norms.dtype), f"{radius:g}"
         value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
         edit.set_data_(parameter, value.to(parameter.dtype))
-    which = say("spectral norm") if norm == "spectral" else say("norm")
-    told = {"name": ref.name, "which": which, "n": norms.numel(), "parts": _PARTS[norm][norms.numel() > 1], "at": at}
-    edit.changed(ref.path, say("{name}: {which} of {n} {parts} held at {at}", **told))
+    told = {"name": ref.name, "n": norms.numel(), "parts": _PARTS[norm][norms.numel() > 1], "at": at}
+    said = say("{name}: norm of {n} {parts} held at {at}", **told)
+    edit.changed(
+        ref.path, said if norm != "spectral" else say("{name}: spectral norm of {n} {parts} held at {at}", **told)
+    )
     return HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
 
 
