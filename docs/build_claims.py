@@ -260,6 +260,13 @@ def _other_seeds() -> list[str]:
     return lines
 
 
+def _joined(one: dict[str, str], other: dict[str, str]) -> dict[str, str] | None:
+    """The versions of both, of which only gonio's may differ; None if another one does."""
+    if {**one, "gonio": ""} != {**other, "gonio": ""}:
+        return None
+    return {**one, "gonio": " and ".join(sorted({*one["gonio"].split(" and "), other["gonio"]}))}
+
+
 def add(paths: list[Path]) -> None:
     """Put the claims of runs of their own into the committed results."""
     whole = committed.results(RESULTS)
@@ -267,9 +274,9 @@ def add(paths: list[Path]) -> None:
     versions = whole.versions if of else None
     for path in paths:
         new = from_data(json.loads(path.read_text(encoding="utf-8")))
-        versions = versions or new.versions
-        if new.versions != versions:
-            sys.exit(f"{path} was made with {new.versions}, the others with {versions}: run the whole catalogue")
+        versions = _joined(dict(versions or new.versions), dict(new.versions))
+        if versions is None:
+            sys.exit(f"{path} was made with other packages, {new.versions}: run the whole catalogue")
         of |= {one.claim.name: one for one in new.results}
     kept = tuple(of[claim.name] for claim in load_claims() if claim.name in of)
     together = replace(whole, results=kept, versions=versions or {}, command="gonio reproduce --full")

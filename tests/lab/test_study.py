@@ -327,6 +327,31 @@ def test_runs_in_the_log_of_a_folder_that_cannot_be_written_are_read(
     assert after == before
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "damaged")])
+def test_a_connection_is_closed_by_every_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Also by one that is none of SQLite's; Python 3.13 reports a connection that is left open."""
+    Study.create(tmp_path, plan_of(seeds=1))
+    opened: list[sqlite3.Connection] = []
+
+    class Failing(sqlite3.Connection):
+        def execute(self, *arguments: Any) -> sqlite3.Cursor:
+            raise error
+
+    def connect(*arguments: Any, **named: Any) -> sqlite3.Connection:
+        opened.append(Failing(*arguments, **named))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with pytest.raises((KeyboardInterrupt, StudyError), match=r"cannot be used|^$"):
+        Study.open(tmp_path).runs()
+    assert opened
+    for each in opened:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+            each.cursor()
+
+
 # --- damage -----------------------------------------------------------------------------------------------
 
 

@@ -35,9 +35,9 @@ def test_a_packed_weight_that_cannot_be_read_has_a_row_with_the_reason(name: str
     assert row.reason.startswith(("cannot be read: dequantising needs", "uint8: packed or quantised weights"))
 
 
-def test_three_bits_are_not_read() -> None:
+def test_five_bits_are_not_read() -> None:
     state = {
-        "w.qweight": torch.zeros(6, ROWS, dtype=torch.int32),
+        "w.qweight": torch.zeros(10, ROWS, dtype=torch.int32),
         "w.qzeros": torch.zeros(4, 2, dtype=torch.int32),
         "w.scales": torch.ones(4, ROWS),
         "w.g_idx": torch.zeros(64, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""`optimizer` and `hold` of a recipe: as data, in plans, and on an optimizer that is made by it or handed over."""
+"""`optimizer`, `hold` and `clip_qk` of a recipe: as data, in plans, on an optimizer that is made or handed over."""
 
 from __future__ import annotations
 
@@ -103,6 +103,10 @@ def test_they_are_part_of_the_hash(old: str, new: str) -> None:
         ({"hold": {"radius": -1.0}}, r"radius=\) is 'initial' or a positive number; found -1\.0"),
         ({"hold": {"magnitude": "learned"}}, r"magnitude='learned'\) holds filters"),
         ({"hold": {"where": "re:("}}, r"hold\.where: "),
+        ({"clip_qk": [{"limit": 1.0}]}, r"clip_qk: must be a mapping such as \{where: …, limit: …"),
+        ({"clip_qk": {"limits": 1.0}}, r"clip_qk\.limits: clip_qk_ has no option 'limits'\. Did you mean limit\?"),
+        ({"clip_qk": {"limit": 0.0}}, r"clip_qk: .*clip_qk_\(limit=\) is a positive number; found 0\.0"),
+        ({"clip_qk": {"example": 1}}, r"clip_qk_ has no option 'example'"),
         ({"penalty": [{"use": "muon"}]}, r"no name for penalty \(it belongs under optimizer\) named 'muon'"),
         ({"name": "baseline", "hold": {"norm": "matrix"}}, r"`baseline` is the name of the unchanged model"),
     ],
@@ -125,6 +129,7 @@ def test_the_schema_has_every_name_with_its_options() -> None:
         assert arm["required"] == ["use"]
     options = {"where", "norm", "radius", "step", "magnitude", "magnitude_lr"}
     assert known["hold"]["properties"].keys() == options
+    assert known["clip_qk"]["properties"].keys() == {"where", "limit"}
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -274,6 +279,69 @@ def test_a_failure_at_the_handover_names_the_hold() -> None:
     assert caught.value.__notes__ == ["in recipe mine: hold (fc1: hold_)"]
     with pytest.raises(PendingRecipeError, match="acts on the optimizer's steps"):
         stepped(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+# --- a clip -----------------------------------------------------------------------------------------------------------
+
+
+def attentive() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+    return nn.Sequential(model, nn.Linear(8, 3))
+
+
+def test_a_clip_is_data_and_its_plan_names_the_layers_that_it_scales() -> None:
+    read = Recipe.from_yaml("name: clipped\nclip_qk: {where: '*1.self_attn', limit: 2}\n")
+    assert read.to_dict() == {"name": "clipped", "clip_qk": {"where": "*1.self_attn", "limit": 2.0}}
+    assert read.hash != recipe(clip_qk={"limit": 2.0}).hash
+    plan = read.plan(attentive())
+    assert [(s.verb, s.path, s.what) for s in plan.steps] == [("clip_qk", "0.layers.1.self_attn", "clip_qk_(limit=2)")]
+    untouched = [path for path, _ in plan.untouched]
+    assert "0.layers.0.self_attn" in untouched
+    assert "0.layers.1.self_attn" not in untouched
+    inside = recipe(clip_qk={}).plan(gonio.models.ByteTransformer(9, width=8, heads=2, depth=1, context=16))
+    assert [step.path for step in inside.steps] == ["blocks.0"]
+    assert "blocks.0.qkv" not in [path for path, _ in inside.untouched]
+    assert "blocks.0.out" in [path for path, _ in inside.untouched]
+
+
+def test_a_clip_that_finds_no_attention_is_refused_by_the_plan() -> None:
+    with pytest.raises(UnmatchedRuleError, match=r"clip_qk \(every module: .*has no effect: "):
+        recipe(clip_qk={}).plan(convnet())
+
+
+def test_a_clip_acts_beside_a_hold_and_both_end_together() -> None:
+    model, x = attentive(), torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    parts = {"hold": {"where": "1", "norm": "filters"}, "clip_qk": {"limit": 1e-3}}
+    applied = recipe(**parts).apply_(model)
+    assert "clip_qk_(limit=0.001): 2 modules" in str(applied)
+    with pytest.raises(PendingRecipeError, match="acts on the optimizer's steps"):
+        stepped(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    assert applied.hold_(optimizer) is not None
+    assert "clip_qk_: 2 modules" in str(applied)
+    assert "limited to 0.001" in applied._repr_html_()
+    before = model[0].layers[0].self_attn.in_proj_weight.detach().clone()
+    model(x)
+    optimizer.step()
+    after = model[0].layers[0].self_attn.in_proj_weight
+    assert not torch.equal(after[:16], before[:16]), "queries and keys are scaled"
+    assert torch.equal(after[16:], before[16:]), "values are not"
+    applied.undo_()
+    changed = after.detach().clone()
+    model(x)
+    optimizer.step()
+    assert torch.equal(after, changed)
+
+
+def test_a_clip_that_is_refused_leaves_no_hold_behind() -> None:
+    model = attentive()
+    applied = recipe(hold={"where": "1"}, clip_qk={}).apply_(model)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(NoMatchError, match=r"is not in the optimizer") as caught:
+        applied.hold_(optimizer)
+    assert caught.value.__notes__ == ["in recipe mine: clip_qk (every module: clip_qk_)"]
+    assert gonio.optim.hold.step_of_hold(model[1].weight) is None
 
 
 def test_what_waits_and_what_was_done_are_shown() -> None:

@@ -1,6 +1,6 @@
 """Eight threads measure, balance, edit and train at once; each gets what one thread alone gets.
 
-`GONIO_THREADS_SECONDS` is the duration (60); `make soak` takes ten minutes.
+`GONIO_THREADS_SECONDS` is the duration (60); `make soak` takes half an hour.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use the
 _MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
 ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")  # of each trained model, if it is attacked
 VERBS = ("init", "swap", "parametrize", "penalty")
-PARTS = ("optimizer", "hold")  # of a recipe; each is one mapping
+PARTS = ("optimizer", "hold", "clip_qk")  # of a recipe; each is one mapping
 # Fields that older plans lack. At these values they do not enter the hash.
 _LATER: dict[str, Any] = {"self_test": False, "tuning": None, "threat": None, "measure": None}
 _LATER |= {"device": "cpu", "metrics": {}}
@@ -197,7 +197,7 @@ class RecipeEntry:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the recipe has no rules, no optimizer and no hold."""
+        """Whether the recipe has no rules, and nothing that acts on steps."""
         return not any(self.content.get(key) for key in (*VERBS, *PARTS))
 
     @property
@@ -205,9 +205,10 @@ class RecipeEntry:
         """Each verb with each method that it uses, once, e.g. `("swap DecoupledConv2d.from_conv",)`."""
         rules = [(verb, rule) for verb in VERBS for rule in self.content.get(verb, ())]
         found = [f"{verb} {rule['use']}" for verb, rule in rules if rule["use"] != "keep"]
-        optimizer, hold = (self.content.get(part) for part in PARTS)
+        optimizer, hold, clip = (self.content.get(part) for part in PARTS)
         found += [f"optimizer {optimizer['use']}"] if optimizer else []
         found += [f"hold {hold.get('norm', 'matrix')}"] if hold else []
+        found += [f"clip_qk {clip.get('limit', 100.0):g}"] if clip else []
         return tuple(dict.fromkeys(found))
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, parameter_ids, real_optimizers, watch
@@ -111,8 +109,7 @@ def clip_qk_(
     Differs: for grouped and multi-query attention the query alone is scaled; a rotary part of a key that all heads
         share stays, as there, and the whole query of the head is scaled by γ_h.
     """
-    if not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf):
-        raise InvalidArgumentError("clip_qk_(limit=) is a positive number", repr(limit), "Pass e.g. 100.")
+    check_arguments(limit)
     refuse_shards(model, "clip_qk_")
     check_optimizer(optimizer, model)
     real = real_optimizers(optimizer, verb="clip_qk_")
@@ -128,6 +125,35 @@ def clip_qk_(
         edit.note_stays(left)
     edited = edit.done()
     return Clipped(edited.verb, edited.changes, edited.notes, edited._undo, clip)
+
+
+def check_arguments(limit: object = 100.0) -> None:
+    """Refuse arguments of :func:`clip_qk_` that no model and no optimizer could make right."""
+    if not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf):
+        raise InvalidArgumentError("clip_qk_(limit=) is a positive number", repr(limit), "Pass e.g. 100.")
+
+
+def clippable(model: nn.Module, where: Where = None, *, limit: float = 100.0) -> tuple[dict[str, str], frozenset[str]]:
+    """The modules whose logits :func:`clip_qk_` would limit with an optimizer of all parameters, and what it scales.
+
+    Args:
+        where, limit: as :func:`clip_qk_` takes them. The model is not changed.
+
+    Returns: by path, why a selected module with attention cannot be clipped, empty for one that can; and the paths of
+        the layers with the queries and keys.
+
+    Raises: as :func:`clip_qk_`, as far as the model decides it.
+
+    Example:
+        >>> from gonio.optim.clip_qk import clippable
+        >>> clippable(nn.TransformerEncoderLayer(8, 2, 16))
+        ({'self_attn': ''}, frozenset({'self_attn'}))
+    """
+    check_arguments(limit)
+    chosen, left = _chosen(model, {id(p) for p in model.parameters()}, where, None)
+    heads = [head for _, block in chosen for head in (*block.query, *(block.key if _scales_keys(block) else ()))]
+    layers = frozenset(part.tensor.rpartition(".")[0] for head in heads for part in head)
+    return {**{block.path: "" for _, block in chosen}, **left}, layers
 
 
 # --- which blocks -----------------------------------------------------------------------------------------------------
@@ -361,31 +387,32 @@ class _Logits(Products):
             self._multiplied(product.query, product.key, mask, bool(causal), scale)
 
     def packed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """torch's attention: its queries and keys are those of the kernel that it calls."""
-        with _Operands() as operands:
-            out = func(*args, **kwargs)
-        if operands.found is not None:
-            given = _signature(func).bind(*args, **kwargs)
-            given.apply_defaults()
-            heads, (query, key, scale) = given.arguments["num_heads"], operands.found
-            query, key = (t.reshape(-1, heads, *t.shape[-2:]) for t in (query, key))
-            with torch.no_grad():
-                mask = _merged(given.arguments["attn_mask"], given.arguments["key_padding_mask"], heads)
-                self._multiplied(query, key, mask, False, scale)
-        return out
+        """torch's attention, run with a softmax and a fused kernel that show what they are given."""
+        given, heads = func.__globals__, kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
+
+        def softmax(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.found(Product("", x, x, logits=x.unflatten(0, (-1, heads))), args, kwargs)
+            return given["softmax"](x, *args, **kwargs)
+
+        def attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.found(Product("", query, key), (query, key, *args), kwargs)
+            return given["scaled_dot_product_attention"](query, key, *args, **kwargs)
+
+        names = given | {"softmax": softmax, "scaled_dot_product_attention": attention}
+        shown = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        shown.__kwdefaults__ = func.__kwdefaults__
+        return shown(*args, **kwargs)
 
     def _multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> None:
         block, limit = self._observe.block, self._observe.limit
         query, key = query.detach(), key.detach()
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        norms = [t.float().norm(dim=-1).amax(-1) for t in (query, _repeated(key, query))]
-        bound = _by_index(scale * norms[0] * norms[1], block)
+        norms = [torch.linalg.vector_norm(t, dim=-1, keepdim=True, dtype=torch.float32) for t in (query, key)]
+        largest = [t.amax((-2, -1)) for t in (norms[0], _repeated(norms[1], query))]
+        bound = _by_index(scale * largest[0] * largest[1], block)
         if float(bound.amax()) > limit:
             bound = _by_index(_largest(query, _repeated(key, query), mask, causal, scale), block)
         self._observe.add(bound)
-
-
-_signature = cache(inspect.signature)  # of torch's attention; it takes longer than the norms of a small batch
 
 
 def _repeated(key: Tensor, query: Tensor) -> Tensor:
@@ -422,36 +449,3 @@ def _largest(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scal
             logits = logits.masked_fill(~part if part.dtype == torch.bool else part <= MASKED, -math.inf)
         found.append(logits.amax((-2, -1)))
     return torch.stack(found).amax(0)
-
-
-def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
-    """The pairs that torch's attention allows, where it gives masks with True, or −∞, for those that it does not."""
-    allowed = None
-    for given, shape in ((mask, (-1, heads)), (padding, None)):
-        if given is None:
-            continue
-        free = ~given if given.dtype == torch.bool else given > MASKED
-        if shape is None:
-            free = free[:, None, None] if free.ndim == 2 else free
-        elif free.ndim == 3:
-            free = free.unflatten(0, shape)
-        allowed = free if allowed is None else allowed & free
-    return allowed
-
-
-class _Operands(TorchDispatchMode):
-    """The first operands of a product in a kernel: queries, keys, and the scale of their product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: tuple[Tensor, Tensor, float | None] | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
-        if self.found is None and name.startswith("aten::_scaled_dot_product"):
-            self.found = args[0], args[1], kwargs.get("scale")
-        elif self.found is None and name in ("aten::bmm", "aten::baddbmm"):
-            query, key = args[:2] if name == "aten::bmm" else args[1:3]
-            self.found = query, key.mT, 1.0
-        return func(*args, **kwargs)

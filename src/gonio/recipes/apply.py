@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,10 +14,10 @@ from gonio.editing.steps import parameter_ids, real_optimizers, watch
 from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
 from gonio.messages import local, say
-from gonio.optim import Held, hold_
+from gonio.optim import Held
 from gonio.optim.named import type_of
 from gonio.penalty import Penalty
-from gonio.recipes.catalogue import find
+from gonio.recipes.catalogue import AFTER_STEPS, find
 from gonio.recipes.plan import Assignment
 from gonio.recipes.rule import Rule
 from gonio.surgery import Edited, UndoError, init_, parametrize_, swap_
@@ -31,7 +31,7 @@ class Applied(Edited):
         verb: the name of the recipe; `changes` and `notes` are those of all edits.
         edits: one per rule, in the order in which they happened.
         penalty: to be added to the loss, or None if the recipe has no such rule.
-        handover: the recipe's optimizer and hold; None if it has neither.
+        handover: what of the recipe acts on the steps of an optimizer; None if nothing does.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -49,14 +49,14 @@ class Applied(Edited):
     handover: Handover | None = field(default=None, compare=False)
 
     def make_optimizer(self, *, lr: float | None = None, weight_decay: float | None = None) -> Optimizer:
-        """The optimizer that the recipe names, over all parameters of the model and with the recipe's hold.
+        """The optimizer that the recipe names, over all parameters of the model, with its hold and its clip.
 
         Args:
             lr, weight_decay: in place of the recipe's own.
 
         Raises:
             InvalidArgumentError: if the recipe names no optimizer, or neither it nor the call has a learning rate.
-            GonioError: as :func:`gonio.hold_`.
+            GonioError: as :func:`gonio.hold_` and :func:`gonio.clip_qk_`.
 
         Example:
             >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -70,14 +70,14 @@ class Applied(Edited):
         return self.handover.make(lr, weight_decay)
 
     def hold_(self, optimizer: Optimizer) -> Held | None:
-        """Hand over an optimizer of your own: the recipe's hold acts on its steps. None for a recipe without hold.
+        """Hand over an optimizer of your own: the recipe's hold and clip act on its steps. Returns the hold, if any.
 
         Its learning rate and other settings stay; only its kind must be the recipe's, if that names one. Call it before
         the first step, and before a learning rate schedule is built.
 
         Raises:
             InvalidArgumentError: for an optimizer of another kind than the recipe's.
-            GonioError: as :func:`gonio.hold_`.
+            GonioError: as :func:`gonio.hold_` and :func:`gonio.clip_qk_`.
 
         Example:
             >>> model = nn.Linear(4, 3)
@@ -94,8 +94,8 @@ class Applied(Edited):
         return f"<Applied {self.verb}: {len(self)} changes, {len(self.penalty or ())} penalty terms>"
 
     def _repr_html_(self) -> str:
-        held = self.handover.held if self.handover is not None else None
-        tables = [part._repr_html_() for part in (*self.edits, self.penalty, held) if part is not None]
+        done = self.handover.done.values() if self.handover is not None else ()
+        tables = [part._repr_html_() for part in (*self.edits, self.penalty, *done) if part is not None]
         return "".join(tables) or html_table(self.verb, (), ())
 
     def __str__(self) -> str:
@@ -113,8 +113,8 @@ def apply_(
     optimizer: Rule | None = None,
 ) -> Applied:
     """Apply the rules of a recipe of that name to the modules assigned to them; all of them or none."""
-    acting = [assignment for assignment in assignments if not assignment.rule.keeps and assignment.verb != "hold"]
-    hold = next((assignment for assignment in assignments if assignment.verb == "hold"), None)
+    acting = [a for a in assignments if not a.rule.keeps and a.verb not in AFTER_STEPS]
+    after = {a.verb: a for a in assignments if a.verb in AFTER_STEPS}
     edits: list[Edited] = []
     rules = []
     try:
@@ -127,7 +127,7 @@ def apply_(
     except BaseException:
         _Parts(name, [*edits]).run_()
         raise
-    handover = Handover(name, model, optimizer, hold) if optimizer is not None or hold is not None else None
+    handover = Handover(name, model, optimizer, after) if optimizer is not None or after else None
     changes = tuple(change for edit in edits for change in edit.changes)
     notes = tuple(note for edit in edits for note in edit.notes)
     parts = [part for part in (penalty, *edits, handover) if part is not None]
@@ -162,7 +162,7 @@ class _Parts:
         self._recipe, self._parts, self._ended = recipe, parts, False
 
     def run_(self) -> None:
-        """End the hold, undo the edits and remove the penalty. An optimizer that was made stays."""
+        """End hold and clip, undo the edits and remove the penalty. An optimizer that was made stays."""
         if self._ended:
             raise UndoError(self._recipe, "it was undone before")
         while self._parts:
@@ -174,28 +174,29 @@ class _Parts:
 # --- the optimizer ------------------------------------------------------------------------------------
 
 # Note [Recipes that wait for their optimizer]
-# A recipe is applied before the optimizer is built, so its optimizer and its hold cannot act yet. If the caller forgets
-# them, the training would be another one than the recipe says. While a recipe waits, the step of an optimizer that has
-# any of the model's parameters raises. They are known by weak references, so a model that is gone waits for nothing.
+# A recipe is applied before the optimizer is built, so its optimizer, its hold and its clip cannot act yet. If the
+# caller forgets them, the training would be another one than the recipe says. While a recipe waits, the step of an
+# optimizer that has any of the model's parameters raises. They are known by weak references, so a model that is gone
+# waits for nothing.
 
 
 class Handover:
     """The part of a recipe that acts on the optimizer's steps, in force once the optimizer is known.
 
     Attributes:
-        held: the weights that are held; None before, and for a recipe without hold.
+        done: by its part of the recipe, what acts after the steps; empty before.
     """
 
-    def __init__(self, recipe: str, model: nn.Module, optimizer: Rule | None, hold: Assignment | None) -> None:
-        self.held: Held | None = None
-        self._recipe, self._model, self._optimizer, self._hold = recipe, model, optimizer, hold
+    def __init__(self, recipe: str, model: nn.Module, optimizer: Rule | None, after: Mapping[str, Assignment]) -> None:
+        self.done: dict[str, Edited] = {}
+        self._recipe, self._model, self._optimizer, self._after = recipe, model, optimizer, after
         self._end_waiting: Callable[[], None] | None = watch(
             None, before=partial(_refuse, recipe, [weakref.ref(p) for p in model.parameters()])
         )
         weakref.finalize(model, self._end_waiting).atexit = False
 
     def make(self, lr: float | None, weight_decay: float | None) -> Optimizer:
-        """The recipe's optimizer over all parameters, with its hold."""
+        """The recipe's optimizer over all parameters, with what acts after its steps."""
         rule = self._optimizer
         if rule is None:
             raise InvalidArgumentError(
@@ -211,27 +212,40 @@ class Handover:
         return optimizer
 
     def take_(self, optimizer: Optimizer) -> Held | None:
-        """Hold the weights through the steps of this optimizer, which must be of the recipe's kind."""
+        """Act on the steps of this optimizer, which must be of the recipe's kind; all parts or none."""
         if self._optimizer is not None:
             kind = type_of(self._optimizer.use)
             found = [each for each in real_optimizers(optimizer, verb="hold_") if not isinstance(each, kind)]
             if found:
                 what = f"the recipe {self._recipe!r} trains with {self._optimizer.use}"
                 raise InvalidArgumentError(what, type(found[0]).__name__, "Use the one of make_optimizer().")
-        if self._hold is not None:
+        for part, given in self._after.items():
             try:
-                self.held = hold_(self._model, optimizer, where=self._hold.where, **self._hold.rule.arguments())
-            except GonioError as error:
-                error.add_note(f"in {self._hold.place}")
+                where = None if given.rule.where is None else given.where
+                self.done[part] = AFTER_STEPS[part](self._model, optimizer, where=where, **given.rule.arguments())
+            except BaseException as error:
+                if isinstance(error, GonioError):
+                    error.add_note(f"in {given.place}")
+                self._end_()
                 raise
         self._wait_no_longer()
         return self.held
 
+    @property
+    def held(self) -> Held | None:
+        """The weights that are held; None before, and for a recipe without hold."""
+        held = self.done.get("hold")
+        return held if isinstance(held, Held) else None
+
     def undo_(self) -> None:
-        """End the hold, and wait for no optimizer any longer."""
+        """End what acts after steps, and wait for no optimizer any longer."""
         self._wait_no_longer()
-        if self.held is not None:
-            self.held.undo_()
+        self._end_()
+
+    def _end_(self) -> None:
+        for part in reversed(list(self.done)):
+            self.done[part].undo_()
+            del self.done[part]
 
     def _wait_no_longer(self) -> None:
         if self._end_waiting is not None:
@@ -240,10 +254,9 @@ class Handover:
 
     def __str__(self) -> str:
         made = [f"optimizer: {self._optimizer}"] if self._optimizer is not None else []
-        if self.held is not None:
-            return "\n".join([*made, str(self.held)])
-        if self._hold is not None:
-            made.append(f"{self._hold.rule}: {len(self._hold.sites)} modules")
+        if self.done:
+            return "\n".join([*made, *map(str, self.done.values())])
+        made += [f"{each.rule}: {len(each.sites)} modules" for each in self._after.values()]
         how = "make_optimizer(), or " if self._optimizer is not None else ""
         return "\n".join(
             [*made, *([f"  note: waits for {how}hold_(optimizer)"] if self._end_waiting is not None else [])]

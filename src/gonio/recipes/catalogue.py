@@ -23,15 +23,16 @@ from gonio import init, parametrizations, regularizers
 from gonio import nn as layers
 from gonio.errors import UnknownNameError
 from gonio.nn import angular, magnitude
-from gonio.optim import hold_
+from gonio.optim import clip_qk_, hold_
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes.document import shortened
 from gonio.surgery import init_
 from gonio.surgery.swap import accepted_layers
 
 VERBS = ("init", "swap", "parametrize", "penalty")
-TRAINING = ("optimizer", "hold")  # parts that act on the optimizer's steps; each is one mapping, no list of rules
-HOLD = "hold_"
+# Parts that change weights after each step, and their verbs.
+AFTER_STEPS: Mapping[str, Callable[..., Any]] = {"hold": hold_, "clip_qk": clip_qk_}
+TRAINING = ("optimizer", *AFTER_STEPS)  # each is one mapping, no list of rules
 _OF_VERB = ("where", "tensor", "seed")  # parameters of `init_` that a rule states otherwise
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -105,7 +106,7 @@ class Entry:
 
 @cache
 def catalogue(verb: str) -> Mapping[str, Entry]:
-    """The names that may follow `use` under a verb or `optimizer`; of `hold` the one function."""
+    """The names that may follow `use` under a verb or `optimizer`; of a part after steps the one function."""
     match verb:
         case "init":
             entries = _initialisers()
@@ -115,8 +116,8 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
             entries = _classes(parametrizations, parametrizations.Parametrization)
         case "optimizer":
             entries = _optimizers()
-        case "hold":
-            entries = iter([(HOLD, Entry(HOLD, hold_, _options_of(hold_, skip=2, hidden=("where", "heads"))))])
+        case _ if verb in AFTER_STEPS:
+            entries = iter([_after_steps(AFTER_STEPS[verb])])
         case _:
             entries = _classes(regularizers, regularizers.Regularizer)
     return MappingProxyType(dict(entries))
@@ -173,6 +174,11 @@ def _optimizers() -> _Entries:
     for name, make in OPTIMIZERS.items():
         options = {key: replace(option, required=False) for key, option in _options_of(make, skip=1).items()}
         yield name, Entry(name, make, MappingProxyType(options))
+
+
+def _after_steps(verb: Callable[..., Any]) -> tuple[str, Entry]:
+    name = verb.__name__
+    return name, Entry(name, verb, _options_of(verb, skip=2, hidden=("where", "heads", "example")))
 
 
 def _classes(namespace: ModuleType, base: type) -> _Entries:

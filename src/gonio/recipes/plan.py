@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -13,9 +14,10 @@ from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, 
 from gonio.escaping import aligned, html_table
 from gonio.geometry.views import has_filters
 from gonio.messages import local, say
+from gonio.optim.clip_qk import clippable
 from gonio.optim.hold import holdable
 from gonio.penalty import terms
-from gonio.recipes.catalogue import find
+from gonio.recipes.catalogue import AFTER_STEPS, find
 from gonio.recipes.rule import ENDS, KEEP, Rule
 from gonio.surgery import Selector, Site, as_selector, init, parametrize, sites, swap
 from gonio.surgery.graph import trace
@@ -26,7 +28,7 @@ class Step:
     """One row of a plan.
 
     Attributes:
-        verb: init, swap, parametrize, penalty, optimizer or hold.
+        verb: init, swap, parametrize, penalty, optimizer, hold or clip_qk.
         rule: number of the rule within its verb, from 1.
         path: of the module; `""` is the model itself.
         kind: the module's class name.
@@ -152,6 +154,7 @@ class Assignment:
         place: file, line and rule, for messages.
         skipped: by path, why a penalty has no effect on some of these modules.
         left: by path, why the verb leaves out further layers that the rule selects.
+        changes: paths of the layers that it changes inside these modules.
         note: an assumption.
     """
 
@@ -162,6 +165,7 @@ class Assignment:
     place: str
     skipped: Mapping[str, str] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
+    changes: frozenset[str] = frozenset()
     note: str = ""
 
     @property
@@ -187,7 +191,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
             can_act = _can_keep(verb, ordered) if rule.keeps else _can_act(verb, rule)
             mine, why = _select(rule, can_act, model, ends, taken)
             line = "" if rule.line is None else f":{rule.line}"
-            which = verb if verb == "hold" else f"rule {number} of {verb}"
+            which = verb if verb in AFTER_STEPS else f"rule {number} of {verb}"
             place = f"{origin}{line}: {which} ({_where_text(rule)}: {rule})"
             note = assumed if rule.where in ENDS else ""
             assignment = Assignment(verb, number, rule, tuple(mine), place, note=note)
@@ -202,7 +206,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
                     )
             if verb == "penalty" and mine and not rule.keeps:
                 assignment, why = _with_skipped(assignment, model)
-            elif verb == "hold" and mine:
+            elif verb in _APPLICABLE and mine:
                 assignment, why = _with_left_out(assignment, model)
             unmatched += [f"{place} {why}"] if why else []
             taken.update({site.path: number for site in mine})
@@ -220,9 +224,10 @@ def plan(name: str, assignments: Sequence[Assignment], model: nn.Module, *, opti
         for site in a.sites
     ]
     touched = {step.path for step in steps if step.what != KEEP and not step.skipped}
+    touched |= {path for assignment in assignments for path in assignment.changes}
     if optimizer is not None:
-        first_held = next((index for index, step in enumerate(steps) if step.verb == "hold"), len(steps))
-        steps.insert(first_held, Step("optimizer", 1, "", type(model).__name__, str(optimizer)))
+        first = next((index for index, step in enumerate(steps) if step.verb in AFTER_STEPS), len(steps))
+        steps.insert(first, Step("optimizer", 1, "", type(model).__name__, str(optimizer)))
     untouched = tuple(
         (site.path, type(site.module).__name__)
         for site in sites(model)
@@ -250,15 +255,27 @@ def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment,
 
 
 def _with_left_out(assignment: Assignment, model: nn.Module) -> tuple[Assignment, str]:
-    """Which of its modules the hold would leave out; a reason if it cannot be made."""
+    """Which of its modules a verb after steps would leave out; a reason if it cannot act."""
     try:
-        found = holdable(model, assignment.where, **assignment.rule.arguments())
+        found, changes = _APPLICABLE[assignment.verb](model, assignment.where, **assignment.rule.arguments())
     except NoMatchError as error:
         return assignment, f"has no effect: {error}"
     except GonioError as error:
         error.add_note(f"in {assignment.place}")
         raise
-    return replace(assignment, skipped={path: why for path, why in found.items() if why}), ""
+    named = tuple(site for site in assignment.sites if site.path in found)
+    skipped = {path: why for path, why in found.items() if why}
+    return replace(assignment, sites=named, skipped=skipped, changes=changes), ""
+
+
+def _holdable(model: nn.Module, where: Selector, **arguments: Any) -> tuple[dict[str, str], frozenset[str]]:
+    return holdable(model, where, **arguments), frozenset()
+
+
+_APPLICABLE: Mapping[str, Callable[..., tuple[dict[str, str], frozenset[str]]]] = {
+    "hold": _holdable,
+    "clip_qk": clippable,
+}
 
 
 _CanAct = Callable[[nn.Module], str | None]
@@ -302,6 +319,8 @@ def _can_act(verb: str, rule: Rule) -> _CanAct:
             return partial(swap.can_act, factory=entry.target)
         case "penalty":
             return partial(terms.can_act, kind=entry.makes, named=rule.where is not None)
+        case "clip_qk":
+            return lambda module: None  # the running model decides
     return lambda module: None if has_filters(module) else "it has no weight with filters"
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from gonio.errors import InvalidArgumentError, UnknownNameError, closest, listing
 from gonio.escaping import html_table
 from gonio.recipes.apply import Applied, apply_
-from gonio.recipes.catalogue import HOLD, TRAINING, VERBS, Entry, Option, catalogue, objects_of
+from gonio.recipes.catalogue import AFTER_STEPS, TRAINING, VERBS, Entry, Option, catalogue, objects_of
 from gonio.recipes.document import Document, Problems, dump, from_data, parse, read, shortened
 from gonio.recipes.plan import Assignment, Plan, assign, plan
 from gonio.recipes.rule import TENSOR_VERBS, Rule, part_to_data, read_part, read_rule
@@ -30,8 +31,8 @@ class Recipe:
 
     Within a verb, each module gets the first rule that selects it; `keep` excludes modules. `where` always refers to
     the model as it is given, not to the results of earlier verbs. The verbs run in the order init, swap,
-    parametrize, penalty. `optimizer` and `hold` act when the optimizer is built: `gonio compare` does it in each run,
-    and a loop of your own by `applied.make_optimizer()` or `applied.hold_(optimizer)`.
+    parametrize, penalty. `optimizer`, `hold` and `clip_qk` act when the optimizer is built: `gonio compare` does it in
+    each run, and a loop of your own by `applied.make_optimizer()` or `applied.hold_(optimizer)`.
 
     Attributes:
         name: letters, digits, `.`, `_`, `+` and `-`.
@@ -39,6 +40,7 @@ class Recipe:
         init, swap, parametrize, penalty: the rules of each verb, in order.
         optimizer: what trains the model, in place of what it would be trained with; None: nothing special.
         hold: the arguments of :func:`gonio.hold_`; None: norms are free.
+        clip_qk: the arguments of :func:`gonio.clip_qk_`; None: logits are free.
         origin: the file that it was read from, for messages.
 
     Example:
@@ -60,6 +62,7 @@ class Recipe:
     penalty: tuple[Rule, ...] = ()
     optimizer: Rule | None = None
     hold: Rule | None = None
+    clip_qk: Rule | None = None
     origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -121,7 +124,7 @@ class Recipe:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the name, the rules, the optimizer and the hold; comments, key order, source and description do
+        """SHA-256 of the name, the rules and what acts on steps; comments, key order, source and description do
         not change it."""
         data = self.to_dict()
         content = {key: data[key] for key in ("name", *VERBS, *TRAINING) if key in data}
@@ -144,7 +147,7 @@ class Recipe:
         """Apply every rule to the model, or none of them.
 
         Build the optimizer afterwards: a swapped or parametrised layer may have further parameters. If the recipe names
-        an optimizer or a hold, take the optimizer from `applied.make_optimizer()`, or hand it over by
+        an optimizer, a hold or a clip, take the optimizer from `applied.make_optimizer()`, or hand it over by
         `applied.hold_(optimizer)`; the step of another one raises.
 
         Args:
@@ -161,7 +164,7 @@ class Recipe:
 
     def __repr__(self) -> str:
         counts = [f"{len(self.rules(verb))} {verb}" for verb in VERBS if self.rules(verb)]
-        parts = [f", {rule}" for rule in (self.optimizer, self.hold) if rule is not None]
+        parts = [f", {rule}" for rule in map(partial(getattr, self), TRAINING) if rule is not None]
         return f"<Recipe {self.name}: {', '.join(counts) or 'no'} rules{''.join(parts)}>"
 
     def __str__(self) -> str:
@@ -178,7 +181,7 @@ class Recipe:
 
     def _assigned(self, model: nn.Module) -> list[Assignment]:
         rules = {verb: self.rules(verb) for verb in VERBS}
-        rules |= {"hold": (self.hold,)} if self.hold is not None else {}
+        rules |= {part: (rule,) for part in AFTER_STEPS if (rule := getattr(self, part)) is not None}
         return assign(rules, model, origin=self.origin or self.name)
 
     @staticmethod
@@ -194,7 +197,9 @@ class Recipe:
             "oneOf": [_part_schema({"use": {"const": use}}, e) for use, e in catalogue("optimizer").items()],
             "description": "what trains the model",
         }
-        schema["properties"]["hold"] = _part_schema({"where": _WHERE}, catalogue("hold")[HOLD])
+        for part in AFTER_STEPS:
+            (entry,) = catalogue(part).values()
+            schema["properties"][part] = _part_schema({"where": _WHERE}, entry)
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "gonio recipe"}
 
 
@@ -223,6 +228,7 @@ class Header(BaseModel):
     penalty: list[Any] = []
     optimizer: Any = None
     hold: Any = None
+    clip_qk: Any = None
 
 
 def _fields(document: Document) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,21 @@ import torch
 from torch import nn
 
 from gonio.errors import GonioError, UnknownNameError, closest, listing
-from gonio.optim.hold import check_arguments
-from gonio.recipes.catalogue import HOLD, Entry, Option, catalogue, find, objects_of
+from gonio.optim import clip_qk, hold
+from gonio.recipes.catalogue import Entry, Option, catalogue, find, objects_of
 from gonio.recipes.document import Location, Problems, shortened
 from gonio.surgery import as_selector
 
 KEEP = "keep"
 ENDS = ("stem", "classifier")
 TENSOR_VERBS = ("init", "parametrize")  # their rules may name the tensor of the layer
+
+_EXAMPLES = {
+    "optimizer": "{use: muon, lr: 0.02}",
+    "hold": "{where: …, norm: …, step: …}",
+    "clip_qk": "{where: …, limit: …}",
+}
+_CHECKS: dict[str, Callable[..., None]] = {"hold": hold.check_arguments, "clip_qk": clip_qk.check_arguments}
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -95,7 +102,7 @@ class Rule:
 
 
 def part_to_data(part: str, rule: Rule) -> dict[str, Any]:
-    """`optimizer` or `hold` as a recipe file writes it: the former has no `where`, the latter no `use`."""
+    """`optimizer`, `hold` or `clip_qk` as a recipe file writes it: the first has no `where`, the others no `use`."""
     data = rule.to_data()
     del data["where" if part == "optimizer" else "use"]
     return data
@@ -147,13 +154,13 @@ def read_rule(verb: str, raw: Any, at: Location, problems: Problems, line: int |
 
 
 def read_part(part: str, raw: Any, problems: Problems, line: int | None) -> Rule | None:
-    """`optimizer` or `hold` from plain data; None if something is wrong with it, which is added to `problems`."""
+    """`optimizer`, `hold` or `clip_qk` from plain data; None if something is wrong, which is added to `problems`."""
     at, before = (part,), len(problems)
     if not isinstance(raw, dict):
-        example = "{use: muon, lr: 0.02}" if part == "optimizer" else "{where: …, norm: …, step: …}"
+        example = _EXAMPLES[part]
         problems.add(at, f"must be a mapping such as {example}; found {shortened(raw)}")
         return None
-    rest, where, entry = dict(raw), None, catalogue("hold")[HOLD]
+    rest, where = dict(raw), None
     if part == "optimizer":
         use = rest.pop("use", None)
         if not isinstance(use, str):
@@ -165,21 +172,22 @@ def read_part(part: str, raw: Any, problems: Problems, line: int | None) -> Rule
             problems.add((*at, "use"), str(error))
             return None
     else:
+        (entry,) = catalogue(part).values()
         where = rest.pop("where", None)
         _check_where(where, (*at, "where"), problems)
     options = _read_options(entry, rest, at, problems, build=False)
     if len(problems) == before:
         try:
-            _try_part(entry, dict(options))
+            _try_part(part, entry, dict(options))
         except GonioError as error:
             problems.add(at, str(error))
     return Rule(where, entry.name, options, line) if len(problems) == before else None
 
 
-def _try_part(entry: Entry, options: dict[str, Any]) -> None:
+def _try_part(part: str, entry: Entry, options: dict[str, Any]) -> None:
     """Find values out of range before there is a model or an optimizer."""
-    if entry.name == HOLD:
-        check_arguments(**options)
+    if part in _CHECKS:
+        _CHECKS[part](**options)
         return
     smallest = nn.Module()
     smallest.weight = nn.Parameter(torch.zeros(2, 2))

@@ -15,6 +15,7 @@ MASKED = -1e4  # logits below are those of pairs that a mask excludes
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 LAYERS = frozenset({"linear", "addmm", "mm", "matmul", "__matmul__", "bmm", "baddbmm", *CONVOLUTIONS})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "bmm", "baddbmm", "einsum"})
+_FIRST = _PRODUCTS | {"scaled_dot_product_attention"}  # all other functions only pass on what these have found
 # Functions that multiply, add, mask, or only move entries.
 _NAMES = """
     mul __mul__ __rmul__ mul_ __imul__ multiply div __truediv__ div_ __itruediv__ add __add__ __radd__ add_ __iadd__ sub
@@ -70,6 +71,8 @@ class Products(TorchFunctionMode):
 
     def seen(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """Act on the result of a function; returns what the model gets."""
+        if not self._labels and name not in _FIRST:
+            return out
         operands = tensors_of(args, kwargs)
         if name == "softmax" and isinstance(out, Tensor):
             self._softmax(operands[0], args, kwargs, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,21 +77,43 @@ def in_int32(codes: np.ndarray, bits: int, order: list[int] | None = None) -> Te
     return torch.tensor(words.view(np.int32))
 
 
+def in_three_bits(codes: np.ndarray) -> Tensor:
+    """32 codes of the last axis in three numbers, as GPTQ packs them: the eleventh and the 22nd lie in two."""
+    shape = (*codes.shape[:-1], 3 * codes.shape[-1] // 32)
+    words = [0] * math.prod(shape)
+    for number, code in enumerate(codes.reshape(-1).tolist()):
+        block, place = divmod(number, 32)
+        if place < 10:
+            words[3 * block] |= code << (3 * place)
+        elif place == 10:
+            words[3 * block] |= (code & 3) << 30
+            words[3 * block + 1] |= code >> 2
+        elif place < 21:
+            words[3 * block + 1] |= code << (3 * (place - 11) + 1)
+        elif place == 21:
+            words[3 * block + 1] |= (code & 1) << 31
+            words[3 * block + 2] |= code >> 1
+        else:
+            words[3 * block + 2] |= code << (3 * (place - 22) + 2)
+    return torch.tensor(np.array(words, dtype=np.uint32).view(np.int32).reshape(shape))
+
+
 def gptq(bits: int, version: int, *, order: bool) -> Packed:
-    size = 16
-    codes = RNG.integers(0, 2**bits, (ROWS, COLUMNS))
-    zeros = RNG.integers(1, 2**bits, (COLUMNS // size, ROWS))
-    scales = RNG.uniform(0.5, 1, (COLUMNS // size, ROWS)).astype(np.float32)
+    size, rows = 16, 2 * ROWS if bits == 3 else ROWS
+    pack = in_three_bits if bits == 3 else partial(in_int32, bits=bits)
+    codes = RNG.integers(0, 2**bits, (rows, COLUMNS))
+    zeros = RNG.integers(1, 2**bits, (COLUMNS // size, rows))
+    scales = RNG.uniform(0.5, 1, (COLUMNS // size, rows)).astype(np.float32)
     group = RNG.permutation(COLUMNS) // size if order else np.arange(COLUMNS) // size
     state = {
-        "w.qweight": in_int32(codes, bits).mT.contiguous(),
-        "w.qzeros": in_int32(zeros - (1 if version == 1 else 0), bits),
+        "w.qweight": pack(codes).mT.contiguous(),
+        "w.qzeros": pack(zeros - (1 if version == 1 else 0)),
         "w.scales": torch.tensor(scales),
     }
     about = {"bits": bits, **({} if version == 1 else {"checkpoint_format": "gptq_v2"})}
     if order:
         state["w.g_idx"] = torch.tensor(group, dtype=torch.int32)
-    values = [[(codes[o, i] - zeros[group[i], o]) * scales[group[i], o] for i in range(COLUMNS)] for o in range(ROWS)]
+    values = [[(codes[o, i] - zeros[group[i], o]) * scales[group[i], o] for i in range(COLUMNS)] for o in range(rows)]
     return state, np.array(values), about
 
 

@@ -176,10 +176,12 @@ CASES: dict[str, Case] = {
     "GPTQ with other settings for some layers": Case(
         GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"a": {"bits": 8}}, refused="not understood: dynamic")
     ),
-    "GPTQ of 3 bits": Case(
+    "GPTQ of 3 bits": Case(GPTQ, packed(lambda: pack.gptq(3, 1, order=True))),
+    "GPTQ of 3 bits and version 2": Case(GPTQ, packed(lambda: pack.gptq(3, 2, order=False))),
+    "GPTQ of 5 bits": Case(
         GPTQ,
         refused(
-            {"w.qweight": torch.zeros(6, 16, dtype=torch.int32), "w.qzeros": torch.zeros(4, 2, dtype=torch.int32),
+            {"w.qweight": torch.zeros(10, 16, dtype=torch.int32), "w.qzeros": torch.zeros(4, 2, dtype=torch.int32),
              "w.scales": torch.ones(4, 16), "w.g_idx": torch.zeros(64, dtype=torch.int32)},
             {"w.qweight": SAID, "w.scales": NOT_READ},
         ),

@@ -84,6 +84,8 @@ PLANTED = [
     # one dose
     (claim(arms=({"name": "plain"}, {"name": "method", "recipe": {"penalty": [{"use": "L2", "strength": 0.1}]}}),
            setting={"tune": 0}, fair={"floor": 80.0, "untuned": "a reason"}), runs(FAIR), "One strength of method"),
+    (claim(arms=({"name": "plain"}, {"name": "method", "recipe": {"clip_qk": {"limit": 100.0}}}),
+           setting={"tune": 0}, fair={"floor": 80.0, "untuned": "a reason"}), runs(FAIR), "One strength of method"),
     (claim(arms=dosed([0.1, 1.0])), runs({**DOSED}), "method has 2 doses; give it 6"),
     (claim(arms=dosed()), runs({**DOSED, "method-3": 94.0}), "best dose of method is the largest, 3"),
     # rates that were not tuned

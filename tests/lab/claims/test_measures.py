@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.lab.plan import Measure, TrainingConfig
-from gonio.lab.running.measures import FinishedRun, measures, spec_of
+from gonio.lab.running.measures import FinishedRun, measures, scale, spec_of
 from gonio.lab.running.training import fit
 from gonio.lab.tasks import resolve
 from gonio.models import ByteTransformer, deep_cnn, deep_mlp, residual_mlp
@@ -257,7 +257,7 @@ def test_the_certified_constant_is_the_product_of_the_norms() -> None:
     assert measured("certified_constant", model) == pytest.approx(expected)
 
 
-def test_outlier_channels_cost_bits_in_int4_and_a_turn_regains_them() -> None:
+def test_outlier_channels_cost_bits_in_int4_and_a_turn_regains_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transformer that knows the next byte by heart, of inputs in which a few directions are strong."""
     model = ByteTransformer(width=16, heads=2, depth=1).eval()
     with torch.no_grad():
@@ -274,12 +274,11 @@ def test_outlier_channels_cost_bits_in_int4_and_a_turn_regains_them() -> None:
         ),
     )
 
-    def bits(**options: Any) -> float:
-        return spec_of(Measure("int4_bits", options)).function(run, **options)
+    def share(**options: Any) -> float:
+        return spec_of(Measure("int4_cost", options)).function(run, **options)
 
-    exact = bits(bits=0)
-    assert exact == pytest.approx(spec_of(Measure("bits_per_byte", {})).function(run), rel=1e-5)
-    for options in ({"axes": "principal"}, {"axes": "principal", "turn": True}):
-        assert bits(bits=0, **options) == pytest.approx(exact, rel=1e-5)
-    planted, turned = bits(axes="principal"), bits(axes="principal", turn=True)
-    assert planted - exact > 1.2 * (turned - exact) > 0
+    assert share(axes="principal") == pytest.approx(100.0)
+    assert 0 < share(axes="principal", turn=True) < 80
+    monkeypatch.setattr(scale, "_rounded", lambda *_: 0.0)
+    with pytest.raises(NotApplicableError, match=r"it costs nothing with outlier channels"):
+        share()

@@ -231,9 +231,10 @@ def _equal_footing(seen: _Seen) -> str:
 
 
 def _doses(seen: _Seen) -> str:
-    """A penalty is tried at 6 doses or more, or its strength is tuned; the best dose is not the largest."""
+    """A penalty or a clip is tried at 6 doses or more, or its strength is tuned; the best dose is not the largest."""
     setting = seen.setting
-    fixed = [arm.name for arm in seen.arms if not arm.of and arm.built_recipe.penalty]
+    recipes = {arm.name: arm.built_recipe for arm in seen.arms if not arm.of}
+    fixed = [name for name, recipe in recipes.items() if recipe.penalty or recipe.clip_qk]
     if fixed and setting.tune < FEWEST_TRIALS:
         return f"One strength of {fixed[0]} says nothing about others; give it {FEWEST_DOSES} doses or more."
     for arm in (arm for arm in seen.arms if arm.of):

@@ -355,7 +355,7 @@ def _connect(folder: Path, *, create: bool, reading: bool) -> sqlite3.Connection
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")  # NORMAL may lose the last commits in a power failure
             database.execute("PRAGMA user_version").fetchone()
-        except sqlite3.Error as error:
+        except BaseException as error:  # also a message of SQLite that is no text
             database.close()
             full = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
             if not reading or getattr(error, "sqlite_errorcode", 0) & 0xFF not in full:
@@ -383,11 +383,10 @@ def _copied(folder: Path, path: Path, log: Path) -> sqlite3.Connection:
                 raise StudyError(str(folder), why, do)
             with closing(_opened(Path(spare) / path.name, "mode=rw")) as copy:
                 copy.backup(found)
-    except (OSError, sqlite3.Error) as error:
+    except BaseException as error:
         found.close()
-        raise StudyError(str(folder), f"{why} ({error})", do) from error
-    except StudyError:
-        found.close()
+        if isinstance(error, (OSError, sqlite3.Error)):
+            raise StudyError(str(folder), f"{why} ({error})", do) from error
         raise
     return found
 

@@ -73,18 +73,27 @@ def int8_accuracy(run: FinishedRun, *, spread: float = 0.0, balance: bool = Fals
     return score_of(run, model.to(next(run.model.parameters()).dtype))
 
 
-@measure("bits", worst=8.0, better="min")
+@measure("%", worst=100.0, better="min")
 @torch.no_grad()
-def int4_bits(run: FinishedRun, *, axes: str = "own", turn: bool = False, bits: int = 4) -> float:
-    """Bits per byte of the test split with every linear layer rounded to integers of one scale per tensor.
+def int4_cost(run: FinishedRun, *, axes: str = "own", turn: bool = False, bits: int = 4) -> float:
+    """By how much rounding to integers raises the loss, as a share of what it does with outlier channels.
 
-    Gains of norms are folded into the layers first. The function stays until the weights are rounded, or the run fails.
+    Every linear layer has one scale per tensor; gains of norms are folded into the layers first. The loss is that of
+    the test split. Outlier channels: the residual stream is turned so that its channels are the singular vectors of all
+    that reads and writes it, of which few are large.
 
     Args:
-        axes: `own`; or `principal`, the residual stream is turned first so that its channels are the singular vectors
-            of all that reads and writes it: few channels are large.
-        turn: then, it is turned with :func:`gonio.rotate_`. bits: of the integers, 0 for no rounding.
+        axes: `own` or `principal`, those of the outlier channels, with which the share is 100 %.
+        turn: then, the stream is turned with :func:`gonio.rotate_`. bits: of the integers.
     """
+    cost, most = _rounded(run, axes, turn, bits), _rounded(run, "principal", False, bits)
+    if most <= 0:
+        raise NotApplicableError("rounding", "", "it costs nothing with outlier channels", "Round to fewer bits.")
+    return 100 * cost / most
+
+
+def _rounded(run: FinishedRun, axes: str, turn: bool, bits: int) -> float:
+    """By how much rounding raises the loss. The function stays until the weights are rounded, or the run fails."""
     model, example = copy.deepcopy(run.model).double().eval(), run.task.test.inputs[:4]
     before = copy.deepcopy(model)
     fold_(model, example=example, gains=True)
@@ -98,9 +107,9 @@ def int4_bits(run: FinishedRun, *, axes: str = "own", turn: bool = False, bits: 
             "moving outliers", "", f"its outputs change ({found})", "Use a norm before each block."
         )
     for module, weight in weights_of(model):
-        if bits and isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear):
             weight.copy_(fake_quantize(weight, bits=bits, per="tensor"))
-    return score_of(run, model.to(next(run.model.parameters()).dtype))
+    return score_of(run, model.to(next(run.model.parameters()).dtype)) - score_of(run, run.model)
 
 
 @torch.no_grad()

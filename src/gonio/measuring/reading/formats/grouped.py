@@ -10,6 +10,8 @@ from torch import Tensor
 
 from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed, present
 
+_BITS = (2, 3, 4, 8)
+
 
 def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> StoredWeight | None:
     path = name.removesuffix("qweight")
@@ -21,7 +23,7 @@ def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> Stor
     if codes[1] == scales[1]:
         groups = stored.get(f"{path}g_idx")
         bits = about.get("bits") if groups is None else _bits(32 * codes[0], groups.entries)
-        bits = bits if isinstance(bits, int) and bits in (2, 4, 8) else 0
+        bits = bits if isinstance(bits, int) and bits in _BITS else 0
         inputs, read = (32 * codes[0] // bits if bits else 0), _gptq_values
         said = "GPTQ" if "checkpoint_format" in about else "GPTQ, its zero points stored less one"
         parts |= {} if groups is None else {f"{path}g_idx": groups}
@@ -29,7 +31,7 @@ def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> Stor
             return StoredWeight(f"{path}weight", tuple(parts), None, "the order of its groups (g_idx) is not stored")
     else:
         bits, inputs, read, said = _bits(32 * codes[1], scales[1]), codes[0], _awq_values, "AWQ"
-    if bits not in (2, 4, 8) or not scales[0] or (bits != 4 and read is _awq_values):
+    if bits not in _BITS or not scales[0] or (bits != 4 and read is _awq_values):
         return None
     named = {key.removeprefix(path): part for key, part in parts.items()}
     made = computed(read, named, bits, about, shape=(scales[1], inputs))
@@ -81,9 +83,14 @@ def _in_turn(inputs: int, groups: int) -> Tensor:
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The codes in the last dimension's int32 numbers, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    """The codes in the last dimension's int32 numbers, the lowest bits first; 32 codes of 3 bits in three numbers."""
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    words = packed.long() & 0xFFFFFFFF
+    pairs = words | (words.roll(-1, -1) << 32)  # a code may end in the next number
+    starts = torch.arange(0, 32 * packed.shape[-1], bits)
+    return ((pairs[..., starts // 32] >> (starts % 32)) & (2**bits - 1)).int()
 
 
 FORMATS = (Format(_grouped, ("qweight",)),)
