@@ -57,7 +57,7 @@ def test_without_the_script_every_row_and_figure_is_shown(name: str, visit: Visi
 
 
 @pytest.mark.parametrize(
-    "name", ["differences", *(pytest.param(n, marks=pytest.mark.slow) for n in ("measurements", "doctor", "study"))]
+    "name", ["differences", *(pytest.param(n, marks=pytest.mark.slow) for n in ("measurements", "study"))]
 )
 def test_print_has_the_text_of_every_column(name: str, visit: Visit, tmp_path: Path) -> None:
     pypdf = pytest.importorskip("pypdf", reason="needs pypdf: make browser")
