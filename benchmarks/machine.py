@@ -65,7 +65,7 @@ def describe() -> dict[str, str | int]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("gonio", "torch", "numpy", "scikit-learn", "faiss-cpu"):
+    for name in ("gonio", "torch", "numpy", "scikit-learn", "faiss-cpu", "weightwatcher"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

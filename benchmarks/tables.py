@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks import (
     adapter_faults,
     doctor,
+    files,
     fine_tuning,
     orthogonal_conv,
     other_ways,
@@ -54,7 +55,17 @@ CELLS: dict[str, Cell] = {
     "memory": memory_cell,
     "deviation": deviation_cell,
 }
-_MODULES = (adapter_faults, doctor, fine_tuning, orthogonal_conv, other_ways, planted_damage, quantisation, study)
+_MODULES = (
+    adapter_faults,
+    doctor,
+    files,
+    fine_tuning,
+    orthogonal_conv,
+    other_ways,
+    planted_damage,
+    quantisation,
+    study,
+)
 OWN = {module.RESULT.stem: module.table for module in _MODULES}  # that are no ratios to a floor
 FLOORS: dict[str, tuple[str, Cell]] = {  # title and cells of the floor's column; it has no result to deviate
     "time": ("floor ms", lambda floor, row: f"{floor.milliseconds:.2f}"),

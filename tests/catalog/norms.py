@@ -1,4 +1,4 @@
-"""Switchable normalisation from its definition, in float64, and its cases.
+"""Switchable normalisation and QK-norm from their definitions, in float64, and their cases.
 
 Luo et al., "Differentiable Learning-to-Normalize via Switchable Normalization" (ICLR 2019):
 y = γ (x − Σ w_k μ_k) / sqrt(Σ w'_k σ²_k + ε) + β over instance, layer and batch statistics, each computed
@@ -44,6 +44,18 @@ def switchable_norm(layer: nn.Module, x: Tensor) -> Tensor:
     return out.reshape(x.shape)
 
 
+def qk_norm(layer: nn.Module, x: Tensor) -> Tensor:
+    """The rows of each head of queries and of keys, divided by the root of their mean square."""
+    y = x @ layer.weight.T if layer.bias is None else x @ layer.weight.T + layer.bias
+    out = y.clone()
+    for heads, gain in ((layer.query, layer.query_gain), (layer.key, layer.key_gain)):
+        for start, stop in heads:
+            head = y[..., start:stop]
+            size = torch.sqrt(sum(entry * entry for entry in head.unbind(-1)) / (stop - start) + layer.eps)
+            out[..., start:stop] = gain * head / size[..., None]
+    return out
+
+
 # --- the cases ------------------------------------------------------------------------------------
 
 
@@ -76,7 +88,40 @@ class _Each(nn.Module):
 
 _ALONE: Mapping[str, LayerChange] = {"each sample alone": lambda f, x: (_Each(f), x)}
 
+
+def _heads_grown(layer: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """The rows of all heads seven times as long, and so is the root of eps."""
+    with torch.no_grad():
+        for start, stop in (*layer.query, *layer.key):
+            for parameter in [p for p in (layer.weight, layer.bias) if p is not None]:
+                parameter[start:stop] *= 7
+    layer.eps *= 49
+    return layer, x
+
+
+def _qk_norm(name: str, make: Callable[[], nn.Module], *shape: int) -> LayerCase:
+    return LayerCase(
+        name=name,
+        make=make,
+        shape=shape,
+        reference=qk_norm,
+        invariances={"rows of heads and the root of eps grown": _heads_grown},
+        sensitivities={"input doubled": lambda f, x: (f, 2 * x)},
+    )
+
+
 LAYERS = [
+    _qk_norm("QKNormLinear", lambda: gnn.QKNormLinear(6, 8, query=[(0, 4), (4, 8)]), 5, 6),
+    _qk_norm(
+        "QKNormLinear, with values",
+        lambda: gnn.QKNormLinear(6, 13, bias=False, query=[(0, 3), (3, 6)], key=[(6, 9)], eps=1e-3),
+        *(2, 4, 6),
+    ),
+    _qk_norm(
+        "QKNormLinear, heads in turn",
+        lambda: gnn.QKNormLinear(5, 12, query=[(0, 2), (6, 8)], key=[(2, 4), (8, 10)]),
+        *(3, 2, 5),
+    ),
     _switchable("SwitchableNorm1d", lambda: gnn.SwitchableNorm1d(4), 5, 4),
     _switchable("SwitchableNorm2d", lambda: gnn.SwitchableNorm2d(3), 4, 3, 4, 3),
     _switchable(

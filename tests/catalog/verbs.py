@@ -72,6 +72,24 @@ def _attention_network() -> nn.Module:
     return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3))
 
 
+class _SeparateHeads(nn.Module):
+    """Attention of two heads of 4, whose queries, keys and values come from linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.values, self.write = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.read(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+        v = self.values(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.write(y.transpose(1, 2).flatten(2))
+
+
+def _network_of_separate_heads() -> nn.Module:
+    return nn.Sequential(_SeparateHeads(), nn.LayerNorm(8), nn.Linear(8, 3))
+
+
 def _network_with_gains() -> nn.Module:
     block = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, norm_first=True)
     model = nn.Sequential(block, nn.LayerNorm(8), nn.Linear(8, 3))
@@ -197,6 +215,12 @@ VERBS = [
     _verb("swap_ switchable", lambda m: S.swap_(m, gnn.SwitchableNorm2d.from_batch_norm)),
     _verb("swap_ group norm", lambda m: S.swap_(m, gnn.to_group_norm)),
     _verb("swap_ layer norm", lambda m: S.swap_(m, gnn.to_layer_norm, positions=(5, 5))),
+    _verb(
+        "swap_ qk_norm",
+        lambda m: S.swap_(m, S.qk_norm(m, example=_tokens())),
+        model=_network_of_separate_heads,
+        inputs=_tokens,
+    ),
     *[
         _verb(f"parametrize_ {kind.__name__}", lambda m, kind=kind: S.parametrize_(m, kind()))
         for kind in (P.WeightNorm, P.Sphere, P.SpectralNorm, P.Orthogonal, P.OrthogonalConv, P.WeightStandardization)

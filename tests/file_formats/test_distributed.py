@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import pickle
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -29,7 +32,7 @@ import gonio
 from file_formats.cases import STATE, assert_equal_figures, codes, fuzz
 from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.source import CheckpointPart
-from ranks import spawned
+from ranks import WORLD, spawned
 
 
 def saved(folder: Path, content: dict[str, Any]) -> Path:
@@ -317,3 +320,67 @@ def test_what_fsdp_writes_equals_the_whole_weights(tmp_path: Path, monkeypatch: 
 def save_fsdp_checked() -> dict[str, int]:
     save_fsdp()
     return {"saved": 1}
+
+
+LAYERS, WIDTH = (int(os.environ.get(f"GONIO_DCP_{name}", least)) for name, least in (("LAYERS", 1), ("WIDTH", 64)))
+
+
+def decoder() -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a decoder in bf16, one after the other: 27 layers of width 2048 are 1.5 billion parameters."""
+    hidden, vocabulary = 11 * WIDTH // 4, 125 * WIDTH // 8
+    shapes = {
+        "embed_tokens.weight": (vocabulary, WIDTH),
+        "norm.weight": (WIDTH,),
+        "lm_head.weight": (vocabulary, WIDTH),
+    }
+    for layer in range(LAYERS):
+        shapes |= {f"layers.{layer}.self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"}
+        shapes |= {f"layers.{layer}.mlp.{name}_proj.weight": (hidden, WIDTH) for name in ("gate", "up")}
+        shapes |= {f"layers.{layer}.mlp.down_proj.weight": (WIDTH, hidden)}
+        shapes |= {f"layers.{layer}.{name}_layernorm.weight": (WIDTH,) for name in ("input", "post_attention")}
+    pool = torch.randn(vocabulary * WIDTH + (1 << 16), generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    for number, (name, shape) in enumerate(shapes.items()):
+        place = number * 7919 % (1 << 16)
+        yield name, pool[place : place + prod(shape)].view(shape)
+
+
+def save_decoder() -> dict[str, int]:
+    """Each rank saves its rows."""
+    from torch import distributed as dist
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    held = {
+        name: DTensor.from_local(
+            whole.chunk(mesh.size())[mesh.get_local_rank()].clone(), mesh, [Shard(0)],
+            run_check=False, shape=whole.shape, stride=whole.stride(),
+        )
+        for name, whole in decoder()
+    }  # fmt: skip
+    dcp.save({"model": held}, checkpoint_id=os.environ["GONIO_DCP"])
+    return {"saved": 1}
+
+
+@pytest.mark.slow
+def test_a_decoder_that_ranks_write_equals_its_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit. GONIO_WORLD ranks; GONIO_DCP_LAYERS and GONIO_DCP_WIDTH set the size of the model."""
+    monkeypatch.setenv("GONIO_DCP", str(tmp_path / "dcp"))
+    for folder in ("ranks", "safe"):
+        (tmp_path / folder).mkdir()
+    spawned(save_decoder, tmp_path / "ranks")
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == WORLD
+    names, shard = dict[str, str](), dict[str, Tensor]()
+    for name, whole in decoder():
+        shard[name] = whole.clone()
+        names[name] = f"model-{len(names) // 32:05d}.safetensors"
+        if len(names) % 32 == 0:
+            save_file(shard, tmp_path / "safe" / names[name])
+            shard.clear()
+    if shard:
+        save_file(shard, tmp_path / "safe" / names[name])
+    (tmp_path / "safe" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    ours, theirs = (gonio.measure(tmp_path / folder).to_dict() for folder in ("dcp", "safe"))
+    assert [row["name"] for row in ours["tensors"]] != []
+    by_name = [{row["name"]: row for row in found["tensors"]} for found in (ours, theirs)]
+    assert by_name[0] == by_name[1]
+    assert [found["path"] for found in ours["findings"]] == [found["path"] for found in theirs["findings"]]

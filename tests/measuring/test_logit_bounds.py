@@ -115,6 +115,44 @@ def test_norms_of_queries_and_keys() -> None:
     assert bounds(model) == pytest.approx(by_hand(model, rotary="half", **gains).tolist(), rel=MEASURED)
 
 
+def test_norms_that_are_functions_of_torch() -> None:
+    """Of a parameter, of none, and of queries and keys; one of an expression is not known."""
+
+    def of_input(m: Any, x: Tensor) -> Tensor:
+        return attend(m, F.layer_norm(x, (WIDTH,), m.norm.weight, m.norm.bias))
+
+    model = net(of_input, nn.LayerNorm(WIDTH))
+    expected = by_hand(model, norm="layer", shift=model.norm.bias.detach())
+    assert bounds(model) == pytest.approx(expected.tolist(), rel=MEASURED)
+    model = net(lambda m, x: attend(m, F.rms_norm(x, (WIDTH,))), rms())
+    assert bounds(model) == pytest.approx(by_hand(model, gain=torch.ones(WIDTH)).tolist(), rel=MEASURED)
+
+    def of_heads(m: Any, x: Tensor) -> Tensor:
+        last = lambda t, norm: F.rms_norm(t, (SIZE,), norm.weight)  # noqa: E731
+        return attend(m, x, after=lambda m, q, k: (turned(last(q, m.of_q)), turned(last(k, m.of_k))))
+
+    model = net(of_heads, rms(), of_q=nn.RMSNorm(SIZE), of_k=nn.RMSNorm(SIZE))
+    gains = {"query_gain": model.of_q.weight.detach(), "key_gain": model.of_k.weight.detach()}
+    assert bounds(model) == pytest.approx(by_hand(model, rotary="half", **gains).tolist(), rel=MEASURED)
+    model = net(lambda m, x: attend(m, F.rms_norm(x, (WIDTH,), 1 + m.norm.weight)), rms())
+    assert bounds(model) == [None] * HEADS
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("compute", [_plain, _rotary])
+def test_layers_that_normalise_queries_and_keys(compute: Any, trained: bool) -> None:
+    """Also where both gains are 1, as at the start, and the results of both norms are equally long."""
+    model = net(compute, rms())
+    gonio.swap_(model, gonio.surgery.qk_norm(model, example=X))
+    gains = {"query_gain": model.q.query_gain, "key_gain": model.k.key_gain}
+    for seed, gain in enumerate(gains.values() if trained else ()):
+        gain.data += 0.5 * seeded(SIZE, seed=seed)
+    options = {"rotary": "half", "scale": 0.7} if compute is _rotary else {}
+    expected = by_hand(model, **{name: gain.detach() for name, gain in gains.items()}, **options)
+    assert bounds(model) == pytest.approx(expected.tolist(), rel=MEASURED)
+    assert min(ratios(model, X)) >= 1
+
+
 def test_a_norm_of_the_queries_of_all_heads() -> None:
     def compute(m: Any, x: Tensor) -> Tensor:
         q, k = (norm(layer(m.norm(x))) for norm, layer in ((m.of_q, m.q), (m.of_k, m.k)))

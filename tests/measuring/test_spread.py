@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -210,29 +213,101 @@ def test_a_script_without_a_guard_is_told_of_it(file: Path) -> None:
     assert "call it below `if __name__ == '__main__':`" in run.stderr.replace("\n", " ")
 
 
+LOGGED = """
+import os
+from importlib import import_module
+
+measuring = import_module("gonio.measuring.measure")  # not the function of this name
+LOG, measured = os.open(os.environ["GONIO_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT), measuring.measure_tensors
+
+
+def logged(entries, **options):
+    os.write(LOG, "".join(f"{entry.name}\\n" for entry in entries).encode())
+    return measured(entries, **options)
+
+
+measuring.measure_tensors = logged  # in workers too, which import this script
+if __name__ == "__main__":
+    from gonio.cli import main
+
+    main()
+"""
+
+
+def shards_of(folder: Path, size: int) -> int:
+    """A folder of bf16 shards with an index, of about so many bytes; the number of its tensors."""
+    folder.mkdir()
+    pool = torch.randn(1 << 23, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    shapes, names, written = [(1024, 1100), (1536, 1536), (4096, 1536)], dict[str, str](), 0
+    while written < size:
+        shard, held = f"model-{len(names):05d}.safetensors", dict[str, Tensor]()
+        while written < size and sum(w.nbytes for w in held.values()) < max(size // 8, 1):
+            (n, d), place = shapes[len(names) % 3], len(names) * 7919 % (1 << 20)
+            name = f"layers.{len(names)}.weight"
+            held[name], names[name] = pool[place : place + n * d].view(n, d).clone(), shard
+            written += 2 * n * d
+        save_file(held, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return len(names)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_kills_lose_at_most_the_tensors_at_work(jobs: int, tmp_path: Path) -> None:
-    """Killed again and again, a measurement ends with the rows of one that was not."""
-    path, journal, out = tmp_path / "m.safetensors", tmp_path / "j.jsonl", tmp_path / "out.json"
-    save_file({f"layers.{i}.weight": seeded(1024, 1100, seed=i) for i in range(8)}, path)
-    command = [sys.executable, "-m", "gonio", "measure", str(path), "--journal", str(journal), "--json", str(out)]
-    kept, kills = 0, 0
-    for _ in range(60):
-        run = subprocess.Popen([*command, "--jobs", str(jobs)], start_new_session=True, stdout=subprocess.DEVNULL)
-        try:
-            while run.poll() is None and len(journal.read_bytes().splitlines() if journal.exists() else ()) <= kept + 2:
+    """Killed again and again, a measurement repeats one tensor per process, and ends with the rows of one that was not.
+
+    GONIO_MEASURE_KILLS is the number of kills of both, GONIO_MEASURE_BYTES the size of the folder.
+    """
+    wanted, draw = int(os.environ.get("GONIO_MEASURE_KILLS", "8")) // 2, random.Random(jobs)
+    tensors = shards_of(tmp_path / "m", int(os.environ.get("GONIO_MEASURE_BYTES", str(60 << 20))))
+    script, log, out = tmp_path / "logged.py", tmp_path / "log", tmp_path / "out.json"
+    script.write_text(LOGGED)
+    kills, ends, lost = 0, 0, Counter[int]()
+    while kills < wanted or not ends:
+        journal, kept = tmp_path / f"{ends}.jsonl", set[str]()
+        while not out.exists():
+            log.write_bytes(b"")
+            command = [sys.executable, script, "measure", tmp_path / "m", "--journal", journal, "--json", out]
+            run = subprocess.Popen(
+                [*map(str, command), "--jobs", str(jobs)],
+                start_new_session=True,
+                env={**os.environ, "GONIO_LOG": str(log)},
+            )
+            _kill(run, log, after=draw.uniform(0, 3.0) if kills < wanted else None, least=draw.randrange(4))
+            rows = _names(journal)
+            assert kept <= rows  # nothing that was written is lost
+            begun = [name for name in log.read_text().splitlines() if name]
+            assert not kept & set(begun)  # nothing that was written is repeated
+            assert len(begun) == len(set(begun))
+            assert run.returncode in (0, -signal.SIGKILL)
+            if run.returncode:
+                kills += 1
+                lost[len(set(begun) - rows)] += 1
+            kept = rows
+        assert len(kept) == tensors
+        found = json.loads(out.read_text())["tensors"]
+        out.unlink()
+        ends += 1
+    (tmp_path / "lost.json").write_text(json.dumps({"measurements": ends, "kills by tensors lost": lost}))  # for people
+    assert max(lost) <= jobs
+    assert found == json.loads(json.dumps(gonio.measure(tmp_path / "m").to_dict()["tensors"]))
+
+
+def _kill(run: subprocess.Popen[bytes], log: Path, *, after: float | None, least: int) -> None:
+    """Kill a run some seconds after it has begun with so many tensors; wait for its end with None."""
+    try:
+        if after is not None:
+            while run.poll() is None and len(log.read_bytes().splitlines()) < least:
                 time.sleep(0.01)
-        finally:
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(after)
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
-                kills += 1
-            run.wait()
-        now = len(journal.read_bytes().splitlines()) - 1
-        assert now >= kept
-        kept = now
-        if out.exists():
-            break
-    assert kills >= 3
-    plain = gonio.measure(path).to_dict()
-    assert json.loads(out.read_text())["tensors"] == json.loads(json.dumps(plain["tensors"]))
+    finally:
+        run.wait()
+
+
+def _names(journal: Path) -> set[str]:
+    """The tensors of a journal, whose last line a kill may have cut off."""
+    lines = journal.read_bytes().split(b"\n")[1:-1] if journal.exists() else []
+    return {json.loads(line.partition(b" ")[2])["row"]["name"] for line in lines}

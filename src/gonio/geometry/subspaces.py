@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -118,35 +120,42 @@ def _krylov(matrix: Tensor, scale: float, k: int, seed: int, tolerance: float) -
     """Left vectors, values, right vectors and error of W/scale with no more rows than columns."""
     n, width = matrix.shape[0], -(-(k + BLOCK) // MULTIPLE) * MULTIPLE
     draw = torch.randn(n, width, generator=generator(seed, "top_subspace"), dtype=torch.float64)
-    images = block = basis = torch.linalg.qr(draw.to(matrix.device, computed_in(matrix.dtype))).Q
+    block = basis = torch.linalg.qr(draw.to(matrix.device, computed_in(matrix.dtype))).Q
+    images: list[Tensor] = []  # Wᵀ times each block of the basis
+    squared = torch.empty(0, 0, dtype=widest(block), device=block.device)  # the projection of W Wᵀ to the basis
     for step in range(1, STEPS + 1):
         image, following = products(matrix, block, scale=scale)  # (d, width), (n, width)
-        images = image if step == 1 else torch.cat([images, image], 1)
+        images.append(image)
+        squared = _bordered(squared, images)
         block, coupling = torch.linalg.qr(following - basis @ (basis.mT @ following))
         for _ in range(3):  # a block of rounding, normalised, lies in the basis again
             block, change = torch.linalg.qr(block - basis @ (basis.mT @ block))
             coupling = change @ coupling
             if bool((change.diagonal().abs() > INDEPENDENT).all()):
                 break
-        rounding = ROUNDING * torch.finfo(block.dtype).eps * torch.linalg.vector_norm(images, dim=0).amax().square()
+        rounding = ROUNDING * torch.finfo(block.dtype).eps * squared.diagonal().amax()
         ended = basis.shape[1] + width > n or bool(coupling.abs().amax() <= rounding)  # the Krylov space is complete
         if step in CHECKS or ended:
-            vectors, squares = _ritz(images)
+            squares, vectors = (found.flip(-1) for found in torch.linalg.eigh(squared))
             residual = float(torch.linalg.matrix_norm(coupling.to(vectors) @ vectors[-width:, :k], 2))
             error = _sine(squares, k, residual, block.dtype)
             if error <= tolerance or ended:
                 break
         basis = torch.cat([basis, block], 1)
     # Not the images of left vectors over their values, which are noise where a value is 0.
-    onto, triangle = torch.linalg.qr(images.to(widest(images)))
+    parts = vectors[:, :k].split(width)
+    together = reduce(torch.add, (image.to(part) @ part for image, part in zip(images, parts, strict=True)))
+    onto, triangle = torch.linalg.qr(together)
     turned, values, top = torch.linalg.svd(triangle)
-    return basis[:, : images.shape[1]] @ top[:k].mT.to(basis), values[:k], onto @ turned[:, :k], error
+    return basis[:, : len(vectors)] @ (vectors[:, :k] @ top.mT).to(basis), values, onto @ turned, error
 
 
-def _ritz(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors and eigenvalues, largest first, of the projection of W Wᵀ, from WᵀQ."""
-    squares, vectors = torch.linalg.eigh((images.mT @ images).to(widest(images)))
-    return vectors.flip(-1), squares.flip(-1)
+def _bordered(squared: Tensor, images: Sequence[Tensor]) -> Tensor:
+    """The products of the columns of all images in the dtype of those of all but the last, which are known."""
+    last = images[-1].to(squared)
+    side = torch.cat([image.to(squared).mT @ last for image in images])
+    known = len(squared)
+    return torch.cat([torch.cat([squared, side[:known]], 1), side.mT])
 
 
 @torch.no_grad()

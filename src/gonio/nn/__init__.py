@@ -1,4 +1,4 @@
-"""Layers that treat the norm and the angle of a product separately, and norms with a learned mixture of statistics."""
+"""Layers that treat norm and angle of a product separately, or bound it, and norms with a mixture of statistics."""
 
 from gonio.nn import angular, magnitude
 from gonio.nn.layers import (
@@ -13,6 +13,7 @@ from gonio.nn.layers import (
 from gonio.nn.norm_conversion import to_batch_norm, to_group_norm, to_instance_norm, to_layer_norm
 from gonio.nn.operator import Operator
 from gonio.nn.projection import project_weights_
+from gonio.nn.qk_norm import QKNormLinear
 from gonio.nn.switchable_norm import SwitchableNorm1d, SwitchableNorm2d, SwitchableNorm3d
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "DecoupledConvTranspose3d",
     "DecoupledLinear",
     "Operator",
+    "QKNormLinear",
     "SwitchableNorm1d",
     "SwitchableNorm2d",
     "SwitchableNorm3d",

@@ -27,6 +27,7 @@ from gonio.surgery.init import init_
 from gonio.surgery.lsuv import lsuv_
 from gonio.surgery.match_statistics import match_statistics_
 from gonio.surgery.parametrize import parametrize_
+from gonio.surgery.qk_norm import QKNorm, qk_norm
 from gonio.surgery.recording import Part
 from gonio.surgery.recycle import recycle_
 from gonio.surgery.rotate import rotate_
@@ -47,6 +48,7 @@ __all__ = [
     "Part",
     "Path",
     "Predicate",
+    "QKNorm",
     "Regex",
     "Selector",
     "Site",
@@ -67,6 +69,7 @@ __all__ = [
     "lsuv_",
     "match_statistics_",
     "parametrize_",
+    "qk_norm",
     "recycle_",
     "rotate_",
     "select",

@@ -64,8 +64,10 @@ class Sides:
         size, first = len(channels[0]), [head == list(self._groups).index(g) for head, g in enumerate(self._groups)]
         once = [t for t, mine in zip(self._tensors[side], first, strict=True) if mine or side == 0]
         width = call.out.shape[call.channel]
-        for norm in reversed(self._run.gained):
+        for norm in _norms_of(self._run):
             if norm.out.shape[-1] not in (size, width) or not _depends(norm.out, call.out):
+                continue
+            if not _depends(once[0], norm.out):  # the norm of the other side gives the same lengths where gains are 1
                 continue
             if norm.out.shape[-1] == size:
                 factor = _ratio([torch.cat([t.reshape(-1, size) for t in once])], [norm.out.detach()])
@@ -117,7 +119,7 @@ def _turned(query: Sequence[frozenset[int]] | None, key: Sequence[frozenset[int]
 def _result_of(run: Recording, call: Call) -> Normed | None:
     """The norm of whose results each vector that a layer reads is one."""
     vectors = call.x.detach().movedim(call.channel, -1).flatten(0, -2)
-    for norm in reversed(run.gained):
+    for norm in _norms_of(run):
         own = norm.out.detach().flatten(0, -2)
         if own.shape[-1] != vectors.shape[-1] or own.dtype != vectors.dtype or not len(vectors):
             continue
@@ -125,6 +127,11 @@ def _result_of(run: Recording, call: Call) -> Normed | None:
         if known and _depends(call.x, norm.out):  # another norm may give the same
             return norm
     return None
+
+
+def _norms_of(run: Recording) -> list[Normed]:
+    """Latest first; a module before the function that it may call."""
+    return [*reversed(run.gained), *reversed(run.functional)]
 
 
 def _bytes(vectors: Tensor) -> set[bytes]:
@@ -165,7 +172,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _normalized(model: nn.Module, norm: Normed, factor: float, *, after: bool) -> Normalized | None:
     """What a norm computes on large inputs; None where it is neither of the two kinds."""
-    module, count = model.get_submodule(norm.path), norm.x.shape[-1]
+    count = norm.x.shape[-1]
+    if norm.kind:
+        (gain,) = norm.gains or ("",)
+        part = Part.of(gain, range(count), 0, norm.shift) if gain else None
+        return None if norm.shift and not gain else Normalized(norm.kind, count, part, 0.0, after, factor)
+    module = model.get_submodule(norm.path)
     own = {n: p for n, p in module._parameters.items() if p is not None}
     gain, shift, added = "", "", 1.0
     if own:

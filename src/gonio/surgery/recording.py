@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tens
 
 _RECTIFIERS = frozenset({"relu", "relu_", "relu6", "hardtanh", "hardtanh_", "hardswish", "hardswish_"})
 _TINY = 1e-30  # slope of a rectifier where it has none: with it, a channel that is 0 in the run is seen
+_LAST: dict[str, Literal["rms", "layer"]] = {"rms_norm": "rms", "layer_norm": "layer"}  # over the last dimensions
 _FUNCTIONAL_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "normalize"})
 
 
@@ -113,7 +114,8 @@ class Call:
 class Normed:
     """One call of a norm: the path of its module, the names of its gains, its input, and its result with its graph.
 
-    `over` are the modules whose calls ended before.
+    `over` are the modules whose calls ended before. Of a function of torch, `kind` says which one, and `shift` is the
+    name of what it adds; its path is that of the module that calls it.
     """
 
     path: str
@@ -121,6 +123,8 @@ class Normed:
     x: Tensor
     out: Tensor
     over: frozenset[str]
+    kind: Literal["", "rms", "layer"] = ""
+    shift: str = ""
 
 
 @dataclass
@@ -132,6 +136,7 @@ class Recording:
         parameters: those of the model under all of their names, without those of wrappers.
         normed: results of norms.
         gained: calls of the modules that are norms.
+        functional: calls of torch's functions that are norms of the last dimension.
         used: parameters that any function took.
         began: by the path of a module, how many of its calls began.
         tables: parameters that are looked up, with the results.
@@ -144,6 +149,7 @@ class Recording:
     norms: dict[str, None] = field(default_factory=dict)  # in order
     normed: list[Tensor] = field(default_factory=list)
     gained: list[Normed] = field(default_factory=list)
+    functional: list[Normed] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     began: Counter[str] = field(default_factory=Counter)
     tables: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -185,7 +191,7 @@ class Recorder(Products):
         elif isinstance(out, Tensor) and name == "embedding":
             return self._table(operands, out)
         elif isinstance(out, Tensor) and name in _FUNCTIONAL_NORMS:
-            return self._normed(operands[0], out)
+            return self._functional(name, args, kwargs, operands[0], out)
         elif isinstance(out, Tensor) and name in LAYERS:
             made = self._layer(name, operands, out)
             if made is not None:
@@ -277,6 +283,20 @@ class Recorder(Products):
         if passed.requires_grad:  # not of the input of the model
             self.run.normed.append(passed)
         return self.label([x], passed, "norm")
+
+    def _functional(self, name: str, args: Any, kwargs: Any, x: Tensor, out: Tensor) -> Tensor:
+        """The result of a function that is a norm, which is recorded if its gain and shift are parameters or none."""
+        passed, kind = self._normed(x, out), _LAST.get(name)
+        given = dict(zip(("input", "normalized_shape", "weight", "bias"), args, strict=False)) | kwargs
+        of = {part: t for part in ("weight", "bias") if isinstance(t := given.get(part), Tensor)}
+        names = {part: self._names.get(id(t)) for part, t in of.items()}
+        if kind is None or len(given["normalized_shape"]) > 1 or None in names.values():
+            return passed
+        gains, shift = tuple(n for n in [names.get("weight")] if n), names.get("bias") or ""
+        of_input = not passed.requires_grad
+        made = Normed(self.stack[-1], gains, x.detach(), passed.requires_grad_(), frozenset(), kind, shift)
+        self.run.functional.append(made)
+        return passed.clone() if of_input else passed  # the model may change it in place
 
     def _norm_hook(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """A forward hook of a module without children: a norm if it removes the scale of its input."""

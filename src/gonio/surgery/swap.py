@@ -44,7 +44,10 @@ def swap_(
     something else than its torch class) is an error if `where` selects it; without `where` it stays, with a note.
 
     Args:
-        factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which layers it takes.
+        factory: `f(layer, **options) -> layer`. The annotation of its first parameter says which layers it takes. An
+            object with a call, such as :func:`gonio.surgery.qk_norm` makes for one model, may state it: `takes` are the
+            types, `can_act(layer)` gives why it does not take a layer, or None, and `stays`, by path with the reasons,
+            is what the notes name without `where`.
         where: which layers; None for all that the factory takes.
         optimizer: updated with the parameters that are added and removed. Without it, the next step of one that trains
             the layers' old parameters raises :class:`gonio.errors.UntrainedParametersError`, unless an optimizer with
@@ -97,7 +100,10 @@ def swap_(
         replaced = [site for site in found if site.path not in refused]
         _check_reachable(edit, replaced)
         _disable_fast_path_(edit, replaced)
-        edit.note_stays(left_out(model, as_selector(where) & accepted, can_act=able))
+        stays = getattr(_stating(factory), "stays", None) if where is None else None
+        if stays is None:
+            stays = left_out(model, as_selector(where) & accepted, can_act=able)
+        edit.note_stays(stays)
         if optimizer is None:
             note_added(edit)
     return edit.done()
@@ -114,7 +120,7 @@ def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module],
     if not callable(given):
         do = "Pass a function, such as gonio.nn.to_group_norm or gonio.nn.DecoupledConv2d.from_conv."
         raise InvalidArgumentError("swap_ needs a function that makes a layer from a layer", repr(factory), do)
-    if takes := getattr(getattr(factory, "__self__", None), "takes", None):
+    if takes := getattr(_stating(factory), "takes", None):
         return tuple(takes)
     is_class = isinstance(factory, type)
     function = factory.__init__ if is_class else getattr(factory, "__func__", factory)
@@ -150,9 +156,17 @@ def can_act(module: nn.Module, factory: Callable[..., nn.Module]) -> str | None:
     # the output projection of torch's attention is never called: its parent reads its weight
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its parent reads its weight and does not call it"
-    own = hasattr(getattr(factory, "__self__", None), "takes")  # a layer that computes with the same weight
+    stating = _stating(factory)
+    if (refuses := getattr(stating, "can_act", None)) and (why := refuses(module)) is not None:
+        return str(why)
+    own = hasattr(stating, "takes")  # a layer that computes with the same weight
     weight = module._parameters.get("weight")
     return why_not_dense(weight) if own or (weight is not None and is_lazy(weight)) else None
+
+
+def _stating(factory: Callable[..., nn.Module]) -> object:
+    """What states `takes`, `can_act` and `stays` for a factory: the object of a method, or an object with a call."""
+    return getattr(factory, "__self__", None if isinstance(factory, type) else factory)
 
 
 def _check_replaceable(site: Site) -> None:
