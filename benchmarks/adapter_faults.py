@@ -242,7 +242,7 @@ def table(found: Mapping[str, Any]) -> str:
         mine = [record["found"] for record in records if record["fault"] == name]
         ways = [sum(way in each for each in mine) for way in WAYS]
         codes = Counter(code for each in mine for code in {code for codes in each.values() for code in codes})
-        said = ", ".join(code for code, _ in codes.most_common(5)) or "–"
+        said = ", ".join(sorted(codes, key=lambda code: (-codes[code], code))) or "–"
         mark = " ¹" if name in found["hidden"] else ""
         lines.append(f"| {name}{mark} | {len(mine)} | {' | '.join(map(str, ways))} | {sum(map(bool, mine))} | {said} |")
     seen = [record for record in records if record["fault"] not in found["hidden"]]
