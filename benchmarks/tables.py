@@ -16,7 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks import doctor, files, fine_tuning, orthogonal_conv, other_ways, planted_damage, quantisation, study
+from benchmarks import (
+    adapter_faults,
+    doctor,
+    files,
+    fine_tuning,
+    orthogonal_conv,
+    other_ways,
+    planted_damage,
+    quantisation,
+    study,
+)
 from benchmarks.results import FOLDER, Key, Measured, Ratio, Report, RowResult, path_of, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +55,17 @@ CELLS: dict[str, Cell] = {
     "memory": memory_cell,
     "deviation": deviation_cell,
 }
-_MODULES = (doctor, files, fine_tuning, orthogonal_conv, other_ways, planted_damage, quantisation, study)
+_MODULES = (
+    adapter_faults,
+    doctor,
+    files,
+    fine_tuning,
+    orthogonal_conv,
+    other_ways,
+    planted_damage,
+    quantisation,
+    study,
+)
 OWN = {module.RESULT.stem: module.table for module in _MODULES}  # that are no ratios to a floor
 FLOORS: dict[str, tuple[str, Cell]] = {  # title and cells of the floor's column; it has no result to deviate
     "time": ("floor ms", lambda floor, row: f"{floor.milliseconds:.2f}"),

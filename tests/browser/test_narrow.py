@@ -25,7 +25,7 @@ BROKEN = """() => {
 }"""
 
 
-@pytest.mark.parametrize("name", ["paths", "changes", "training", "doctor"])
+@pytest.mark.parametrize("name", ["measurements", "chinese", "paths", "changes", "training", "doctor"])
 def test_no_word_is_broken_on_a_phone(name: str, visit: Visit) -> None:
     page = visit(name, width=390)
     assert page.evaluate(BROKEN) == []
@@ -47,3 +47,46 @@ def test_the_texts_of_a_treatment_have_the_width_of_the_page(visit: Visit) -> No
 def test_titles_are_written_as_they_are(visit: Visit) -> None:
     style = "getComputedStyle(document.querySelector('.over')).textTransform"
     assert visit("study", width=390).evaluate(style) == "none"
+
+
+def test_all_sections_and_the_ends_of_the_depth_can_be_read_on_a_phone(visit: Visit) -> None:
+    page = visit("measurements", width=390)
+    ends = page.locator("nav a").evaluate_all("(links) => links.map((link) => link.getBoundingClientRect().right)")
+    assert len(ends) > 4
+    assert max(ends) <= 390
+    assert page.locator(".stages li:visible").all_inner_texts() == ["stem", "head"]
+
+
+def test_a_long_name_takes_few_lines(visit: Visit) -> None:
+    page = visit("paths", width=390)
+    lines = "(names) => names.map((name) => name.clientHeight / parseFloat(getComputedStyle(name).lineHeight))"
+    assert max(page.locator("#angles tbody th > button").evaluate_all(lines)) < 3.5
+
+
+def test_the_table_of_norms_fits_in_a_window_of_1200(visit: Visit) -> None:
+    page = visit("measurements", width=1200)
+    width = "(box) => box.scrollWidth - box.clientWidth"
+    assert page.locator("#angles .scroll").evaluate(width) == 0
+    name, shape = (page.locator(f"#angles tr:has(.badge) {cell}").first for cell in ("th .badge:last-child", "td"))
+    gap = """(cell) => {
+      const range = document.createRange();
+      range.selectNodeContents(cell);
+      return range.getBoundingClientRect().left;
+    }"""
+    assert name.evaluate("(badge) => badge.getBoundingClientRect().right") + 4 < shape.evaluate(gap)
+
+
+def test_the_line_of_no_difference_does_not_cross_names(visit: Visit) -> None:
+    page = visit("study", width=1200)
+    chart = page.locator("#costs figure svg, #costs svg").first
+    crossed = """(svg) => {
+      const names = [...svg.querySelectorAll("text[text-anchor=start]")].map((text) => text.getBoundingClientRect());
+      const lines = [...svg.querySelectorAll("path[stroke*=muted]")].map((line) => line.getBoundingClientRect());
+      const inside = (line, name) => line.left < name.right && line.right > name.left
+        && line.top < name.bottom - 2 && line.bottom > name.top + 2;
+      return [names.length, lines.length, lines.filter((line) => names.some((name) => inside(line, name))).length];
+    }"""
+    names, lines, crossing = chart.evaluate(crossed)
+    assert names
+    assert lines
+    assert crossing == 0

@@ -104,7 +104,7 @@ def zeroed(tensors: State) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "code"),
-    [(zero_rows, "G102"), (equal_rows, "G707"), (constant_row, "G708"), (scaled, "G709"), (zeroed, "G709")],
+    [(zero_rows, "G102"), (equal_rows, "G203"), (constant_row, "G708"), (scaled, "G709"), (zeroed, "G709")],
 )
 def test_planted_values(damage: Callable[[State], None], code: str) -> None:
     tensors = state()
@@ -234,7 +234,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = invoke("check", path, "--save", prints)
     assert done.exit_code == 0
     assert done.stdout.startswith("Intact: 7 tensors are there")
-    assert "llama, 5,800 parameters" in done.stdout
+    assert "llama, 5,800 values" in done.stdout
     assert "6 layers, 4 heads" in done.stdout
     tensors["norm.bias"][0] += 1
     save_file(tensors, path)

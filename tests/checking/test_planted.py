@@ -29,7 +29,7 @@ def test_a_damage_that_is_none_and_one_of_another_kind_are_not_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = plants.Kind(["safetensors"], frozenset({"G001"}), lambda state, draw: None)
-    other = plants.Kind(["safetensors"], frozenset({"G707"}), KINDS["NaN"].values)
+    other = plants.Kind(["safetensors"], frozenset({"G203"}), KINDS["NaN"].values)
     elsewhere = plants.Kind(["safetensors"], frozenset({"G001"}), KINDS["NaN"].values, place="layers.5")
     for number, kind in enumerate((nothing, other, elsewhere)):
         monkeypatch.setitem(plants.KINDS, "control", kind)

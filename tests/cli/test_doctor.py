@@ -58,7 +58,7 @@ def test_a_treated_checkpoint_its_steps_and_a_page(folder: Path) -> None:
 
 def test_a_healthy_checkpoint_gets_nothing(folder: Path) -> None:
     result = invoke("doctor", "fine.safetensors", "--model", "net.py:network", "-o", "out", "--fail-on", "info")
-    assert (result.exit_code, result.stdout) == (0, "Sequential: Nothing to do: no findings.\n")
+    assert (result.exit_code, result.stdout) == (0, "fine.safetensors: Nothing to do: no findings.\n")
     assert "no checkpoint was written" in result.stderr
     assert not Path("out/treated.safetensors").exists()
 

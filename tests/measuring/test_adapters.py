@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from foreign import torchvision
 from gonio.errors import InvalidArgumentError
-from gonio.measuring import TensorMeasurement, difference, measure
+from gonio.measuring import TensorMeasurement, check, difference, measure
 from gonio.measuring.changes.sources import base_entries, tuned, values_of
 
 torchvision()  # peft imports transformers, and that torchvision
@@ -256,7 +256,8 @@ def test_a_rotation_that_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path)
     base.q, base.v = nn.Linear(30, 40), None
     found = difference(base, tmp_path)
     assert "the adapter rotates 6 blocks of 8, the base has filters of length 30" in found["q"].reason
-    assert found["v"].reason == "only after"
+    assert found["v"].reason == "the base has no weight v"
+    assert ("warn", "G713", "v") in {(f.level, f.code, f.path) for f in found.findings}
     ragged = {"q.oft_R.weight": torch.ones(2, 5)}  # 5 entries are no triangle
     assert "no triangles of rotations" in measure(ragged)["q.base_and_oft"].reason
 
@@ -277,4 +278,41 @@ def test_a_trained_adapter_that_has_learned_one_direction_is_no_finding(tmp_path
     assert codes(b) == set()
     assert {finding.code for finding in measure({"q.weight": 2 * b @ a}).findings} >= {"G201", "G202", "G301"}
     assert codes(torch.where(torch.arange(128)[:, None] < 5, torch.nan, b)) == {"G001"}
-    assert codes(torch.where(torch.arange(128)[:, None] < 5, 0.0, b)) == {"G102"}
+    assert codes(torch.where(torch.arange(128)[:, None] < 5, 0.0, b)) == set()  # rows that no gradient has reached
+    assert {f.code for f in check(tmp_path).findings} == set()
+
+
+def faulty(change: str, folder: Path) -> None:
+    """An adapter of two layers with one fault, as a folder."""
+    sizes = {"q": (48, 40), "v": (40, 48)}
+    shapes = {f"{path}.lora_{part}": size for path, (inputs, outputs) in sizes.items()
+              for part, size in (("A", (2, inputs)), ("B", (outputs, 2)))}  # fmt: skip
+    state = {f"base_model.model.{name}.weight": torch.randn(*size) for name, size in shapes.items()}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q", "v"]}
+    key = "base_model.model.q.lora_B.weight"
+    if change == "no partner":
+        del state[key]
+    elif change == "another rank":
+        state[key] = torch.randn(40, 3)
+    save_file(state, folder / "adapter_model.safetensors")
+    if change != "no configuration":
+        text = json.dumps(config)
+        (folder / "adapter_config.json").write_text(text if change != "cut off" else text[:9])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("no partner", {"q": "its lora_A has no partner in the file"}),
+        ("another rank", {"q": "its A (2, 48) and B (40, 3) do not fit"}),
+        ("no configuration", {"": "no adapter_config.json that can be read, without which 2 changes are not known"}),
+        ("cut off", {"": "no adapter_config.json that can be read, without which 2 changes are not known"}),
+        ("none", {}),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_a_finding(change: str, said: dict[str, str], tmp_path: Path) -> None:
+    faulty(change, tmp_path)
+    for found in (check(tmp_path).findings, measure(tmp_path).findings):
+        assert {f.path: f.found for f in found if f.code == "G713"} == said
+    if change != "none" and "" not in said:
+        assert "G713" in {f.code for f in difference(Network(), tmp_path).findings}

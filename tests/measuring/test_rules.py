@@ -185,8 +185,10 @@ def test_a_matrix_far_from_its_siblings_is_found_as_by_a_check() -> None:
     assert measure(state).findings == ()
 
 
-def test_factors_of_adapters_are_not_compared_with_siblings() -> None:
+def test_factors_of_adapters_are_compared_with_those_of_other_layers() -> None:
     state = {f"layers.{i}.down.lora_{part}.weight": weight(seed=i)[:8] for i in range(6) for part in "AB"}
     state["layers.3.down.lora_A.weight"] *= 100
+    state["layers.4.down.lora_B.weight"].zero_()  # not trained, unlike the others
     state = {k: v.T.contiguous() if "lora_B" in k else v for k, v in state.items()}
-    assert "G709" not in {f.code for f in measure(state).findings}
+    found = {f.path: f.level for f in measure(state).findings if f.code == "G709"}
+    assert found == {"layers.3.down.lora_A": "warn", "layers.4.down.lora_B": "warn"}

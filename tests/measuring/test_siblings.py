@@ -8,7 +8,8 @@ from statistics import median
 
 import pytest
 
-from gonio.measuring.findings.siblings import LEAST_SPREAD, SIBLINGS, AmongSiblings, places
+from gonio.measuring.findings.siblings import LEAST_SPREAD, AmongSiblings, places
+from gonio.measuring.reading.order import SIBLINGS
 
 
 def defined(norm: float, others: list[float]) -> tuple[float | None, float | None]:

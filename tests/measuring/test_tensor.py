@@ -114,7 +114,7 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     said = "1 of 17997000 pairs of filters has an absolute cosine of 0.95 or more"
     texts = {finding.code: finding.found for finding in found.findings}
     assert texts["G202"] == f"{said}; the largest is 1.000, of filters 11 and 5987"
-    assert texts["G203"] == "filters 11 and 5987 are proportional: their absolute cosine is 1"
+    assert texts["G203"] == "1 of 6000 filters is proportional to an earlier one: 5987 to 11"
     monkeypatch.setattr("gonio.geometry.duplicates.SEARCHED", 0)
     unsought = measure({"w.weight": weight})["w"]
     assert unsought.near_duplicates == 0

@@ -49,7 +49,11 @@ ERRORS: dict[str, tuple[int | str, ...]] = {
     "StudyError": (1, 2),
     "NotApplicableError": (0, 2, 3, "action"),
 }
-IN_ERRORS = ("cli/", "models/", "measuring/reading/source.py", "measuring/reading/formats/", "measuring/checking/")
+IN_ERRORS = (
+    *("cli/", "models/", "measuring/reading/source.py", "measuring/reading/formats/", "measuring/checking/"),
+    *("lab/treating/", "surgery/balance.py", "surgery/calibrate.py", "surgery/equivalent.py", "surgery/even_out.py"),
+    *("surgery/lsuv.py", "surgery/match_statistics.py", "surgery/recycle.py", "surgery/shrink.py"),
+)
 OF_TYPER = ("install_completion", "show_completion")  # options with helps of its own
 NOUNS = {"counted": 1, "verdict": 2}  # the place of a noun that a number stands before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
     from gonio.languages import Language
 
-_FORMATS = {"html": "page", "json": "JSON", "csv": "CSV", "md": "markdown", "tex": "LaTeX"}
+_FORMATS = {"html": say("page"), "json": "JSON", "csv": "CSV", "md": "markdown", "tex": "LaTeX"}
 _SECONDS = 10.0  # between two lines of progress
 
 
@@ -71,6 +73,11 @@ def save(text: str, target: str, what: str) -> None:
         return
     write_text(text if text.endswith("\n") else f"{text}\n", target)
     print_err(say("{what} written to {target}", what=fixed(what), target=target))
+
+
+def made_now() -> dict[str, str]:
+    """What a page says of how it came about: this command, and the time."""
+    return {"command": shlex.join(["gonio", *sys.argv[1:]]), "date": f"{datetime.now():%Y-%m-%d %H:%M}"}
 
 
 def check_folder(target: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import check_folder, check_folders, print_err, print_out, save, users_code
+from gonio.cli.app import check_folder, check_folders, made_now, print_err, print_out, save, users_code
 from gonio.cli.measure import fail_at
 from gonio.errors import InvalidArgumentError
 from gonio.messages import say
@@ -58,6 +59,7 @@ def doctor(
     import gonio
     from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.inputs import check_runs, read_batch, read_source
+    from gonio.measuring.reading.source import name_of
 
     check_folders({"json": json})
     _check_output(output)
@@ -74,6 +76,7 @@ def doctor(
     with users_code(task, model, source):
         before = None if base is None else read(base).state
         treated = gonio.doctor(first, task=task, batch=example, base=before, apply_unproven=unproven)
+    treated = treated if held is None else replace(treated, source=name_of(source))
     if json is None:
         print_out(str(treated))
     else:
@@ -101,12 +104,12 @@ def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:
     from gonio.cli.checkpoint import Checkpoint, write
 
     output.mkdir(exist_ok=True)
-    treated.page(output / PAGE)
+    treated.page(output / PAGE, **made_now())
     save(dumps(treated.to_dict(), ensure_ascii=False, indent=1), str(output / STEPS), "treatment")
     if treated.studies(output / PROOFS):
-        print_err(f"studies behind the proofs written to {output / PROOFS}")
+        print_err(say("studies behind the proofs written to {folder}", folder=output / PROOFS))
     if treated.model is None or not treated.kept:
-        print_err("no checkpoint was written, because no treatment was kept")
+        print_err(say("no checkpoint was written, because no treatment was kept"))
         return
     recipe, seed = (None, 0) if held is None else (held.recipe, held.seed)
     target = output / CHECKPOINT

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from functools import partial
 from itertools import count
 from json import dumps
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, print_err, progress, save, save_formats, show
+from gonio.cli.app import ExitCode, check_folders, made_now, print_err, progress, save, save_formats, show
 from gonio.errors import InvalidArgumentError
 from gonio.messages import fixed, joined, local, say
 
@@ -166,8 +163,7 @@ def _refuse(mode: str, given: dict[str, Any]) -> None:
 
 def _write(found: Measurements | Differences | Changes | Widths, targets: dict[str, str | None]) -> bool:
     """Write the requested formats, or show the table; whether any format was requested."""
-    command, date = shlex.join(["gonio", *sys.argv[1:]]), f"{datetime.now():%Y-%m-%d %H:%M}"
-    page = partial(found.to_html, command=command, date=date)
+    page = partial(found.to_html, **made_now())
     writers: dict[str, Callable[[], str]] = {
         "html": page,
         "json": found.to_json,

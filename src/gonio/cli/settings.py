@@ -116,4 +116,6 @@ def shown(rows: Sequence[tuple[str, Any, str]], path: Path | None) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "–"
-    return {None: "–", True: "true", False: "false", "": "–"}.get(value, str(value))
+    if isinstance(value, bool):  # 0 and 1 are equal to them
+        return "true" if value else "false"
+    return "–" if value is None or value == "" else str(value)

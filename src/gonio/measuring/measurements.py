@@ -19,11 +19,13 @@ from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.findings.verdicts import verdict
+from gonio.measuring.reading.entry import FACTOR, LOW_RANK
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, fitting, markdown_table, reasons, tensor_table
 from gonio.messages import Message, counted, joined, local, say
+from gonio.pages import made_by
 from gonio.pages.tables import bare_table, number
 from gonio.plots import depth
 
@@ -81,8 +83,19 @@ class Measurements(Table[TensorMeasurement]):
         return tuple(tensor for tensor in self.tensors if tensor.status == "measured")
 
     @property
-    def _layers(self) -> Message:
-        return counted(len(self.layers), "layer")
+    def size(self) -> Message:
+        """How many layers, matrices of adapters, and numbers there are; products of factors hold none of their own.
+
+        Example:
+            >>> gonio.measure(nn.Linear(4, 3)).size
+            '1 layer, 15 numbers'
+        """
+        kinds = Counter(layer.kind for layer in self.layers)
+        plainly = len(self.layers) - kinds[FACTOR] - kinds[LOW_RANK]
+        parts = [counted(plainly, "layer")] if plainly or not self.layers else []
+        parts += [say("{n:,} factors of adapters", n=kinds[FACTOR])] if kinds[FACTOR] else []
+        parts += [say("{n:,} products of theirs", n=kinds[LOW_RANK])] if kinds[LOW_RANK] else []
+        return joined([*parts, counted(sum(t.entries for t in self.tensors if t.kind != LOW_RANK), "number")])
 
     @property
     def verdict(self) -> Message:
@@ -114,12 +127,11 @@ class Measurements(Table[TensorMeasurement]):
 
     def __repr__(self) -> str:
         findings = counted(len(self.findings), "finding")
-        return f"<Measurements of {plain(self.source)}: {self._layers}, {findings}>"
+        return f"<Measurements of {plain(self.source)}: {counted(len(self.layers), 'layer')}, {findings}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        width, entries = options.max_width, sum(tensor.entries for tensor in self.tensors)
-        size = joined([self._layers, counted(entries, "number")])
-        yield Text(f"{plain(self.source)}: {local(size)}", style="bold")
+        width = options.max_width
+        yield Text(f"{plain(self.source)}: {local(self.size)}", style="bold")
         yield Text(local(self.verdict))
         for note in self.notes:
             yield Text(plain(local(note)), style="dim")
@@ -199,7 +211,7 @@ class Measurements(Table[TensorMeasurement]):
             groups=groups,
             said=said,
             beside=side_by_side((self, *beside), compared) if beside else None,
-            made=(("Date", date), ("Versions", " · ".join(map(" ".join, self.versions.items()))), ("Command", command)),
+            made=made_by(self.versions, command=command, date=date),
             angles=([c for c in columns if not c.spectral], angle_columns(shown)),
             spectra=([c for c in columns if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,

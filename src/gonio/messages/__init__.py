@@ -18,6 +18,7 @@ from typing import Any
 
 LANGUAGES: Mapping[str, str] = {"en": "en", "zh": "zh-Hans"}
 """Every language, and its tag in HTML."""
+_WORD = re.compile(r"[A-Za-z]+(?![^{]*\})")  # outside of fields
 _CURRENT: ContextVar[str] = ContextVar("gonio_language", default="en")
 
 
@@ -137,7 +138,7 @@ def _translated(message: Message, catalogue: Mapping[str, str]) -> str:
         for name, value in message.values.items()
     }
     if message.template:
-        template = catalogue.get(message.template)
+        template = catalogue.get(message.template, None if _WORD.search(message.template) else message.template)
         if template is None:
             return str(message)
         return template.format(**values) if values else template

@@ -11,6 +11,7 @@ from torch import nn
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Where, as_selector, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.messages import counted, joined, say
 from gonio.nn.decoupled import Decoupled
 
 
@@ -68,8 +69,9 @@ def project_weights_(model: nn.Module, *, where: Where = None, norm: float = 1.0
             factors = patches.along_filters(torch.where(norms > 0, norm / norms, torch.ones_like(norms)), weight)
             edit.set_data_(weight, weight * factors.to(weight.dtype))
             count = int((norms > 0).sum())
-            rest = f", {len(norms) - count} zero" if count < len(norms) else ""
-            edit.changed(site.path, f"norm of {count} filter{'s' * (count != 1)} set to {norm:g}{rest}")
+            said: list[str] = [say("norm of {filters} set to {norm:g}", filters=counted(count, "filter"), norm=norm)]
+            said += [say("{n} zero", n=len(norms) - count)] if count < len(norms) else []
+            edit.changed(site.path, joined(said))
         edit.note_stays(left)
     return edit.done()
 

@@ -20,6 +20,7 @@ from gonio.editing.steps import check_optimizer, parameter_ids, real_optimizers,
 from gonio.editing.where import Site, Where, as_selector, sites
 from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.messages import counted, say
 from gonio.optim.holding import step_of_hold
 from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Attention
@@ -119,8 +120,8 @@ def clip_qk_(
         edit.on_undo(clip.end_)
         clip.begin_(optimizer, [site.module for site, _ in chosen])
         for _, block in chosen:
-            heads = f"{block.heads} head{'s' * (block.heads != 1)} of {block.head_size}"
-            edit.changed(block.path, f"logits of {heads} limited to {limit:g}")
+            heads = {"heads": counted(block.heads, "head"), "size": block.head_size}
+            edit.changed(block.path, say("logits of {heads} of {size} limited to {limit:g}", **heads, limit=limit))
         edit.note_stays(left)
     edited = edit.done()
     return Clipped(edited.verb, edited.changes, edited.notes, edited._undo, clip)
@@ -169,7 +170,7 @@ def _chosen(
     for block in found.attention:
         why = _why_not(block, parameters, trained)
         if why is None and any(used[part.tensor] > block.heads for head in block.query for part in head):
-            why = "another attention has the same weights"
+            why = say("another attention has the same weights")
         if why is not None:
             reasons[block.path] = why
     able = [block for block in found.attention if block.path not in reasons]
@@ -190,15 +191,15 @@ def _chosen(
 def _why_not(block: Attention, parameters: Mapping[str, nn.Parameter], trained: set[int]) -> str | None:
     """Why the logits of a block cannot be clipped; None if they can."""
     if block.normed:
-        return "a norm follows its queries or keys, so that their scale has no effect"
+        return say("a norm follows its queries or keys, so that their scale has no effect")
     if not block.scales[0]:
-        return "its logits are not proportional to its queries, as with a cap or a bias of positions"
+        return say("its logits are not proportional to its queries, as with a cap or a bias of positions")
     if not block.alone:
-        return "it multiplies several queries and keys"
+        return say("it multiplies several queries and keys")
     if any(head != index % block.heads for index, head in enumerate(block.places[1])):
-        return "its heads and its batch are one dimension in which the heads come first"
+        return say("its heads and its batch are one dimension in which the heads come first")
     if block.kernel:
-        return "a registered kernel computes its logits, which cannot be read"
+        return say("a registered kernel computes its logits, which cannot be read")
     parts = [part for head in (*block.query, *(block.key if _scales_keys(block) else ())) for part in head]
     for name in dict.fromkeys(name for part in parts for name in (part.tensor, part.bias) if name):
         if id(parameters[name]) not in trained:

@@ -29,6 +29,7 @@ from gonio.errors import (
 )
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
+from gonio.messages import say
 from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
 from gonio.parametrizations import WeightNorm
@@ -39,10 +40,10 @@ from gonio.surgery.facts import TABLES
 from gonio.surgery.graph import trace
 
 _PARTS: dict[Norm, tuple[str, str]] = {
-    "matrix": ("matrix", "matrices"),
-    "spectral": ("matrix", "matrices"),
-    "filters": ("filter", "filters"),
-    "columns": ("column", "columns"),
+    "matrix": (say("matrix"), say("matrices")),
+    "spectral": (say("matrix"), say("matrices")),
+    "filters": (say("filter"), say("filters")),
+    "columns": (say("column"), say("columns")),
 }
 
 
@@ -262,7 +263,7 @@ def release_(model: nn.Module) -> Edited:
             for name, parameter in site.module._parameters.items():
                 hold = None if parameter is None else hold_of(parameter)
                 if hold is not None and parameter is not None:
-                    edit.changed(site.path, f"{name}: not held any more")
+                    edit.changed(site.path, say("{name}: not held any more", name=name))
                     edit.on_undo(partial(hold.begin_, parameter))
                     hold.end_(parameter)
         if not edit.changes:
@@ -358,14 +359,18 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         radii, at = torch.where(norms > 0, float(radius), 0.0).to(norms.dtype), f"{radius:g}"
         value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
         edit.set_data_(parameter, value.to(parameter.dtype))
-    count, which = norms.numel(), "spectral norm" if norm == "spectral" else "norm"
-    edit.changed(ref.path, f"{ref.name}: {which} of {count} {_PARTS[norm][count > 1]} held at {at}")
+    told = {"name": ref.name, "n": norms.numel(), "parts": _PARTS[norm][norms.numel() > 1], "at": at}
+    said = say("{name}: norm of {n} {parts} held at {at}", **told)
+    edit.changed(
+        ref.path, said if norm != "spectral" else say("{name}: spectral norm of {n} {parts} held at {at}", **told)
+    )
     return HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
 
 
 def _range(norms: Tensor) -> str:
     low, high = float(norms.min()), float(norms.max())
-    return f"{low:.4g}" if f"{low:.4g}" == f"{high:.4g}" else f"{low:.4g} to {high:.4g}"
+    same = f"{low:.4g}" == f"{high:.4g}"
+    return f"{low:.4g}" if same else say("{low:.4g} to {high:.4g}", low=low, high=high)
 
 
 # --- the optimizer ------------------------------------------------------------------------------------------------
@@ -409,7 +414,10 @@ def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[HeldWeight]
         if not mine or not float(decay or 0):
             continue
         labels = listing([held[id(p)] for p in mine], limit=4)
-        edit.note(f"weight decay of {float(decay):g} is 0 for {labels}: on a held weight it only rescales the step")
+        told = {"decay": float(decay), "labels": labels}
+        edit.note(
+            say("weight decay of {decay:g} is 0 for {labels}: on a held weight it only rescales the step", **told)
+        )
         if len(mine) < len(group["params"]):
             _new_group_(edit, optimizer, group, mine, weight_decay=0.0)
         else:

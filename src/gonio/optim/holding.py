@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gonio.editing.edit import Edit, follow_
 from gonio.editing.steps import KEPT_RADIUS, watch
 from gonio.errors import InvalidArgumentError, NormNotHeldError, NotApplicableError
+from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
 
 Step = Literal["free", "fixed"]
@@ -310,11 +311,11 @@ def _follow(ref: weakref.ref[Hold], key: int, edit: Edit) -> None:
     if hold is None or weight is None or weight.off() <= weight.tolerance:
         return
     if weight.at is not None:
-        why = f"hold_ holds its norm at {weight.at:g}, which this changes"
+        why = say("hold_ holds its norm at {at:g}, which this changes", at=weight.at)
         raise NotApplicableError(edit.verb, weight.label, why, "End the hold first: held.undo_().", action="change")
     edit.on_undo(partial(hold.set_radius, weight, weight.radius))
     hold.set_radius(weight, weight.vectors.norms(weight.parameter.detach()))
-    edit.note(f"{weight.label} is held at its new norm from now on")
+    edit.note(say("{weight} is held at its new norm from now on", weight=weight.label))
 
 
 # --- which hold is in force ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,12 @@ def environment(package: str) -> Environment:
     )
     made.globals.update(say=say, local=local, fixed=fixed, capitalised=_capitalised, language=tag, words=_words)
     return made
+
+
+def made_by(versions: Mapping[str, str], *, command: str, date: str) -> tuple[tuple[Message, str], ...]:
+    """How a page came about: titles and values; empty values are not shown."""
+    used = " · ".join(map(" ".join, versions.items()))
+    return (say("Date"), date), (say("Versions"), used), (say("Command"), command)
 
 
 # What the script of a page shows, by the names that it uses.

@@ -174,7 +174,8 @@ def intervals(
              opposite=tuple((float(at), row.note) for at, row in enumerate(rows) if row.note))  # fmt: skip
     ends, marks = [-0.5, count - 0.5], list[Mark]()
     marks += [Area(band, [ends[0]] * 2, [ends[1]] * 2, "band", 0.55)] if band else []
-    marks += [] if reference is None else [Line([reference] * 2, ends, "muted", 1.0)]
+    pieces = [[at - 0.12, at + 0.5] for at in range(count)] if inside else [ends]  # not through the names above rows
+    marks += [] if reference is None else [Line([reference] * 2, piece, "muted", 1.0) for piece in pieces]
     for at, row in enumerate(rows):
         marks += _row(row, at + (0.12 if inside else 0.0), low, high)
     return Picture(title, x, y, tuple(marks), height=52 + 16 * bool(opposite) + (44 if inside else 34) * count)

@@ -17,6 +17,7 @@ from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import apply, count_fused_steps, cut_like, is_sharded, ordinary_eager
 from gonio.geometry.norms import WIDE, full_precision, normalize, whole, widen
 from gonio.geometry.views import Layout
+from gonio.messages import say
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, top_vectors
 from gonio.parametrizations.mechanism import Parametrized, child_name, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization, describe
@@ -478,7 +479,7 @@ def tick_on_step(optimizer: Any, model: nn.Module) -> Edited:
             for name in site.module._parameters:
                 found = parametrization_of(site.module, name)
                 if isinstance(found, SpectralNorm):
-                    edit.changed(site.path, f"{name}: {found} advances after each step")
+                    edit.changed(site.path, say("{name}: {norm} advances after each step", name=name, norm=str(found)))
         if not edit.changes:
             raise NoMatchError("tick_on_step", "the model", [])
         edit.on_undo(watch(optimizer, after=after, verb="tick_on_step"))

@@ -12,6 +12,7 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, move_state_
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
+from gonio.messages import fixed, joined, say
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
 from gonio.surgery.graph import trace
 from gonio.surgery.movable import LeastSum, Movable, least_scales, movable
@@ -119,11 +120,12 @@ def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float
 
 def _nothing_moves(found: Movable) -> NotApplicableError:
     if found.untraced:
-        why = "; ".join(found.blocks.reasons()) or "it has no known attention or MLP"
-        return _not_applicable(f"the model cannot be traced ({found.untraced}), and {why}", "Balance its parts.")
+        why = joined(found.blocks.reasons(), "; ") or say("it has no known attention or MLP")
+        told = {"reason": fixed(found.untraced), "why": why}
+        return _not_applicable(say("the model cannot be traced ({reason}), and {why}", **told), "Balance its parts.")
     pinned = [*sorted({v.pinned for v in found.variables if v.pinned}), *found.blocks.reasons()]
-    why = "; ".join(pinned) or "no layer feeds another"
-    return _not_applicable(f"no scale is free to move: {why}", "Leave this model as it is.")
+    why = joined([*map(fixed, pinned)], "; ") or say("no layer feeds another")
+    return _not_applicable(say("no scale is free to move: {why}", why=why), "Leave this model as it is.")
 
 
 def _not_applicable(why: str, do: str) -> NotApplicableError:
@@ -184,16 +186,17 @@ def _weight_factor(layer: ChannelMap, rows: Tensor, columns: Tensor) -> Tensor:
 def _note_result(edit: Edit, found: Movable, least: LeastSum, of_blocks: LeastFactors) -> None:
     before, after = least.before + of_blocks.before, least.after + of_blocks.after
     wasted = 1 - after / before if before > 0 else 0.0
-    edit.note(f"Σ‖W‖² of these layers {before:.6g} → {after:.6g}: {wasted:.1%} of it was wasted")
+    sums = {"before": before, "after": after, "wasted": wasted}
+    edit.note(say("Σ‖W‖² of these layers {before:.6g} → {after:.6g}: {wasted:.1%} of it was wasted", **sums))
     if not (least.converged and of_blocks.converged):
-        edit.note("the search for the least sum has not converged: balance again to lower it further")
+        edit.note(say("the search for the least sum has not converged: balance again to lower it further"))
     pinned: dict[str, list[str]] = {}
     for variable in found.variables:
         if variable.pinned and variable.producers:
             pinned.setdefault(variable.pinned, []).append(variable.producers[0].path)
     for why, paths in pinned.items():
-        edit.note(f"the output of {listing(paths)} keeps its scale: {why}")
+        edit.note(say("the output of {paths} keeps its scale: {why}", paths=listing(paths), why=fixed(why)))
     for sentence in found.blocks.reasons():
         edit.note(sentence)
     if not found.blocks.trained:
-        edit.note("the outputs in training mode were not compared: they fail, or differ from run to run")
+        edit.note(say("the outputs in training mode were not compared: they fail, or differ from run to run"))

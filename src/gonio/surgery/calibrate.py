@@ -18,6 +18,7 @@ from gonio.editing.twin import evaluating
 from gonio.editing.where import Site, Where, as_selector, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
+from gonio.messages import joined, say
 from gonio.nn.switchable_function import batch_statistics
 from gonio.surgery.equivalent import call
 from gonio.surgery.facts import facts_of
@@ -81,7 +82,7 @@ def calibrate_(
     layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, layers)
     with Edit(model, "calibrate_") as edit:
-        edit.note(f"{count} batches, variance={variance!r}")
+        edit.note(say("{count} batches, variance={variance!r}", count=count, variance=variance))
         for moments in layers:
             _store_(edit, moments, channels)
         chosen = [
@@ -159,8 +160,9 @@ def _store_(edit: Edit, moments: _RunningMoments, channels: str) -> None:
         chosen = torch.ones_like(chosen)
     for name, old, new in (("running_mean", running_mean, mean), ("running_var", running_var, var)):
         edit.set_buffer_(site.module, name, torch.where(chosen, new.to(old.dtype), old))
-    which = "" if channels == "all" else f", in {int(chosen.sum())} of {chosen.numel()} channels"
-    edit.changed(site.path, f"statistics of {n:.0f} values per channel{which}")
+    what: list[str] = [say("statistics of {n:.0f} values per channel", n=n)]
+    what += [] if channels == "all" else [say("in {k} of {n} channels", k=int(chosen.sum()), n=chosen.numel())]
+    edit.changed(site.path, joined(what))
 
 
 def can_act(module: nn.Module) -> str | None:
@@ -173,8 +175,8 @@ def can_act(module: nn.Module) -> str | None:
     """
     stored = [module._buffers.get(name) for name in ("running_mean", "running_var")]
     if not all(isinstance(each, Tensor) for each in stored):
-        return "it keeps no running statistics"
-    return "it is lazy; run one batch first" if any(is_lazy(each) for each in stored if each is not None) else None
+        return say("it keeps no running statistics")
+    return say("it is lazy; run one batch first") if any(is_lazy(each) for each in stored if each is not None) else None
 
 
 class _RunningMoments:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gonio.geometry.scale import HOMOGENEOUS
+from gonio.messages import say
 from gonio.surgery.facts import ACTIVATIONS, TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
 from gonio.surgery.fold import affine_map
 from gonio.surgery.graph import (
@@ -129,7 +130,8 @@ class _ChannelReader:
             self.flow[node] = after
             return
         name = type(module).__name__ if module is not None else called_function(node) or node.name
-        why = "it is the model's output" if node.op == "output" else f"{name} ({node.name}) reads its output"
+        why = say("{name} ({node}) reads its output", name=name, node=node.name)
+        why = say("it is the model's output") if node.op == "output" else why
         for flow in flows:
             flow.source.stop(why)
 
@@ -137,7 +139,7 @@ class _ChannelReader:
         path = str(node.target)
         refusal = self.graph.why_pinned(path, module)
         if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
-            refusal = f"{path} is a {type(module).__name__}"
+            refusal = say("{path} is a {kind}", path=path, kind=type(module).__name__)
         linear = isinstance(module, nn.Linear)
         for flow in flows:
             read = 0 if refusal else int(module.in_features if linear else module.in_channels)  # type: ignore[arg-type]
@@ -148,7 +150,7 @@ class _ChannelReader:
             elif flow.axis in axes and flow.count * per_channel == read:
                 flow.source.readings.append(Reading(path, module, per_channel, flow.operations))
             else:
-                flow.source.stop(f"{path} does not read its channels one by one")
+                flow.source.stop(say("{path} does not read its channels one by one", path=path))
         own = self.found.setdefault(path, OutputChannels(path, module, why=refusal))
         if not refusal:
             count: Any = module.out_features if linear else module.out_channels

@@ -263,11 +263,11 @@ class SameFunction:
     def __init__(self, model: nn.Module, example: Any) -> None:
         self.model, self.example, self._given = unwrapped(model), example, example is not None
         self._runs: list[tuple[Any, list[Tensor]]] = []
-        self.why = "the model has no layer that tells its input size"
+        self.why: str = say("the model has no layer that tells its input size")
         self.dims: dict[str, int] = {}
         conflicts: set[str] = set()
         if any(is_lazy(tensor) or tensor.is_meta for tensor in self.model.parameters()):
-            self.why = "the model is lazy or on the meta device"
+            self.why = say("the model is lazy or on the meta device")
             return
         for candidate in (example,) if self._given else examples_for(self.model):
             try:
@@ -305,13 +305,13 @@ class SameFunction:
                 moved = deviation(before, after)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise self._refusal(edit, action, f"the edited model fails ({why})") from error
+                raise self._refusal(edit, action, say("the edited model fails ({why})", why=why)) from error
             if moved.relative > max(allowed.get(x.dtype, otherwise) for x in before):
                 # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
                 wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
                 own = deviation(after, outputs(copy.deepcopy(self.model).double(), wide))
                 if moved.relative > _ROUNDINGS * own.relative:
-                    raise self._refusal(edit, action, f"the outputs changed: {moved}")
+                    raise self._refusal(edit, action, say("the outputs changed: {moved}", moved=moved._said))
                 r = own.relative
                 edit.note(say("this model enlarges rounding: in float64 its outputs differ by {r:.3g} relative", r=r))
             if self._given:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Site, Where, left_out, select, sites
 from gonio.editing.wrapping import refuse_shards
+from gonio.errors import listing
 from gonio.geometry import layout_of, matrix_view, unview
+from gonio.messages import counted, joined, say
 from gonio.surgery.facts import facts_of
 from gonio.surgery.recycle import can_act as has_filters
 
@@ -66,7 +68,7 @@ def even_out_(model: nn.Module, *, where: Where = None) -> Edited:
             others = [other.module for other in everything if other.module is not site.module]
             said = (_even_norm if _is_norm(site.module) else _even_layer)(edit, site, others)
             if said:
-                edit.changed(site.path, "; ".join(said))
+                edit.changed(site.path, joined(said, "; "))
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
 
@@ -81,7 +83,7 @@ def can_act(module: nn.Module) -> str | None:
     """
     if _is_norm(module) or has_filters(module) is None:
         return None
-    return "it is no linear or convolutional layer, and no norm with a gain"
+    return say("it is no linear or convolutional layer, and no norm with a gain")
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -121,12 +123,14 @@ def _even_layer(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
         site.module._parameters.get("bias"),
         layout_of(site.module),
     )
-    values, said = weight.detach().double(), []
+    values = weight.detach().double()
+    said: list[str] = []
     if lost := int((~torch.isfinite(values)).sum()):
         values = torch.where(torch.isfinite(values), values, 0.0)
-        said.append(f"{lost} {'entry that is' if lost == 1 else 'entries that are'} not finite set to 0")
+        one = say("1 entry that is not finite set to 0")
+        said.append(one if lost == 1 else say("{n} entries that are not finite set to 0", n=lost))
     if values.numel() > 1 and abs(float(values.mean())) > OFFSET * float(values.std()) > 0:
-        said.append(f"{float(values.mean()):.3g} subtracted from every weight")
+        said.append(say("{mean:.3g} subtracted from every weight", mean=float(values.mean())))
         values = values - values.mean()
     rows = matrix_view(values, layout)
     norms = rows.norm(dim=2)
@@ -134,39 +138,40 @@ def _even_layer(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
     outside = (norms > FACTOR * usual) | ((norms < WEAK * usual) & (norms > 0))
     if numbers := outside.flatten().nonzero().flatten().tolist():
         rows = torch.where(outside[..., None], rows * (usual / norms.clamp_min(1e-300))[..., None], rows)
-        one = len(numbers) == 1
-        listed = ", ".join(map(str, numbers[:8])) + f" and {len(numbers) - 8} more" * (len(numbers) > 8)
-        said.append(f"filter{'s' * (not one)} {listed} get{'s' * one} the median norm")
+        listed = listing([*map(str, numbers)], limit=8)
+        one = say("filter {listed} gets the median norm", listed=listed)
+        said.append(one if len(numbers) == 1 else say("filters {listed} get the median norm", listed=listed))
     of_others = _usual(others, norms=False)
     if of_others is not None and usual > 0 and _far(usual, of_others):
         rows = rows * (of_others / usual)
-        said.append(f"all weights times {of_others / usual:.3g}")
+        said.append(say("all weights times {factor:.3g}", factor=of_others / usual))
     if said:
         edit.set_data_(weight, unview(rows, weight.shape, layout).to(weight))
     if bias is not None and not bool(torch.isfinite(bias).all()):
         edit.set_data_(bias, torch.where(torch.isfinite(bias), bias, _median(bias.detach())))
-        said.append("entries of the bias that are not finite set to the median")
+        said.append(say("entries of the bias that are not finite set to the median"))
     return said
 
 
 def _even_norm(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
     """Change a norm's gain and shift; what was done."""
-    gain, shift, said = site.module.get_parameter("weight"), site.module._parameters.get("bias"), []
+    gain, shift = site.module.get_parameter("weight"), site.module._parameters.get("bias")
+    said: list[str] = []
     usual = _usual(others, norms=True) or 1.0
     values = gain.detach().double()
     middle = _median(values.abs())
     if middle == 0:
         values, middle = torch.full_like(values, usual), usual
-        said.append(f"gains set to {usual:.3g}")
+        said.append(say("gains set to {usual:.3g}", usual=usual))
     elif _far(middle, usual):
         values, middle, factor = values * (usual / middle), usual, usual / middle
-        said.append(f"gains times {factor:.3g}")
+        said.append(say("gains times {factor:.3g}", factor=factor))
     said += _single(edit, gain, values, lambda x: x.abs() <= FACTOR * middle, "gain")
     if shift is not None:
         values, common = shift.detach().double(), _median(shift.detach().double())
         if abs(common) > FACTOR * middle:
             values = values - common
-            said.append(f"{common:.3g} subtracted from the shifts")
+            said.append(say("{common:.3g} subtracted from the shifts", common=common))
         said += _single(edit, shift, values, lambda x: x.abs() <= FACTOR * middle, "shift")
     return said
 
@@ -178,4 +183,5 @@ def _single(edit: Edit, parameter: Tensor, values: Tensor, usual: Callable[[Tens
     if not torch.equal(new.to(parameter), parameter):
         edit.set_data_(parameter, new.to(parameter))
     count = int(alone.sum())
-    return [f"{count} {name}{'s' * (count > 1)} set to the median"] if count else []
+    said = counted(count, "gain") if name == "gain" else counted(count, "shift")
+    return [say("{parts} set to the median", parts=said)] if count else []

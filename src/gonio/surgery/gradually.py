@@ -14,6 +14,7 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, watch
 from gonio.editing.where import Where, select
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError
+from gonio.messages import say
 from gonio.nn.decoupled import Decoupled
 
 _CONVERTED: weakref.WeakSet[Decoupled] = weakref.WeakSet()  # layers whose share an optimizer moves
@@ -99,7 +100,7 @@ def convert_gradually_(
             edit.on_undo(_restorer(layer))
             done = layer.blend if start is None and layer.blends and layer.blend is not None else (start or 0) / steps
             layer.set_blend_(done)
-            edit.changed(site.path, f"plain → decoupled product in {steps} steps")
+            edit.changed(site.path, say("plain → decoupled product in {steps} steps", steps=steps))
         edit.on_undo(_count_steps_(optimizer, layers, steps))
     return Conversion(**vars(edit.done()), _layers=layers)
 

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 
 from gonio.editing.twin import twin_of
 from gonio.editing.wrapping import unwrapped
+from gonio.messages import fixed, say
 from gonio.surgery.facts import (
     ACTIVATIONS,
     CONVOLUTIONS,
@@ -131,19 +132,19 @@ class Graph:
         """Why the weight of a layer cannot be changed along with its neighbours; empty if it can."""
         own = [p for p in module._parameters.values() if p is not None]
         if (why := next(filter(None, map(why_not_dense, own)), None)) is not None:
-            return f"{path}: {why}"
+            return say("{path}: {why}", path=path, why=fixed(why))
         if self.call_counts[path] > 1:
-            return f"{path} runs more than once"
+            return say("{path} runs more than once", path=path)
         if module._parameters.get("weight") is not getattr(module, "weight", None):
-            return f"{path} has a parametrized weight"
+            return say("{path} has a parametrized weight", path=path)
         if self.shares_parameters(module):
-            return f"{path} shares its weight"
+            return say("{path} shares its weight", path=path)
         readers = [self.read_outside[id(p)] for p in own if id(p) in self.read_outside]
         if readers:
-            return f"{path} has a weight that {readers[0]} reads too"
+            return say("{path} has a weight that {reader} reads too", path=path, reader=readers[0])
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if any(not str(getattr(hook, "__module__", "")).startswith("gonio.") for hook in hooks):  # gonio's only read
-            return f"{path} has forward hooks, which may change its output"
+            return say("{path} has forward hooks, which may change its output", path=path)
         return ""
 
     @cached_property

@@ -17,6 +17,7 @@ from gonio.editing.where import Site, Where, left_out, select, sites
 from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
+from gonio.messages import counted, say
 from gonio.seeding import generator
 from gonio.surgery.equivalent import call
 from gonio.surgery.facts import WEIGHTED, why_not_dense
@@ -76,12 +77,12 @@ def lsuv_(
         ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
         for site in found:
             if site not in ordered:
-                edit.note(f"{site.path} did not run on the batch: left as it was")
+                edit.note(say("{path} did not run on the batch: left as it was", path=site.path))
         scaled: set[int] = set()
         for site in ordered:
             weight: Tensor = site.module.weight  # type: ignore[assignment]
             if id(weight) in scaled:
-                edit.changed(site.path, "tied: scaled above")
+                edit.changed(site.path, say("tied: scaled above"))
                 continue
             scaled.add(id(weight))
             edit.set_data_(weight, weight)
@@ -99,13 +100,18 @@ def _scale_(edit: Edit, site: Site, std_of: Callable[[], float | None], toleranc
         site.module.weight.div_(std)  # type: ignore[operator]
         std, steps = std_of(), steps + 1
     if std is None:
-        edit.changed(site.path, "not scaled")
-        edit.note(f"{site.path} gets no values of the batch any more, since the layers before it have other weights")
+        edit.changed(site.path, say("not scaled"))
+        edit.note(
+            say(
+                "{path} gets no values of the batch any more, since the layers before it have other weights",
+                path=site.path,
+            )
+        )
         return
-    edit.changed(site.path, f"output std {std:.3f} after {steps} step{'s' if steps != 1 else ''}")
+    edit.changed(site.path, say("output std {std:.3f} after {steps}", std=std, steps=counted(steps, "step")))
     if not abs(std - 1) <= tolerance:
-        why = "its output is constant" if std == 0 else f"its output's std is {std:.3g}"
-        edit.note(f"{site.path} has not converged: {why}")
+        why = say("its output is constant") if std == 0 else say("its output's std is {std:.3g}", std=std)
+        edit.note(say("{path} has not converged: {why}", path=site.path, why=why))
 
 
 class _Reached(Exception):

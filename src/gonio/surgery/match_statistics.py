@@ -18,12 +18,14 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
 from gonio.editing.where import Site, Where, left_out, select, sites
 from gonio.editing.wrapping import refuse_shards
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
+from gonio.messages import say
 from gonio.surgery.equivalent import call
 from gonio.surgery.recycle import can_act
 
 FACTOR = 2.0  # between the stored and the measured standard deviation, above which a filter is changed
+_NONE = say("no batch norm with running statistics gets its output")
 SHIFT = 1.0  # between the means, in stored standard deviations
 
 
@@ -76,13 +78,13 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
     norms = {site.path: site.module for site in sites(model)}
     behind = {layer: norm for layer, norm in _norms_behind(model, kept[0]).items() if layer in found}
     if not behind:
-        why, do = "no batch norm with running statistics gets its output", "Choose layers in front of one by `where`."
-        raise NotApplicableError("match_statistics_", next(iter(found)), why, do, action="restore the scale of")
+        do = "Choose layers in front of one by `where`."
+        raise NotApplicableError("match_statistics_", next(iter(found)), _NONE, do, action="restore the scale of")
     with Edit(model, "match_statistics_") as edit, torch.no_grad():
         for layer, norm in behind.items():
             _match(edit, found[layer], norms[norm], norm, _measured(model, layer, kept))
         without = [path for path in found if path not in behind]
-        edit.note_stays(dict.fromkeys(without, "no batch norm with running statistics gets its output"))
+        edit.note_stays(dict.fromkeys(without, _NONE))
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
 
@@ -177,10 +179,9 @@ def _match(edit: Edit, site: Site, norm: nn.Module, name: str, seen: _Moments) -
     edit.set_data_(weight, unview(new, weight.shape, layout).to(weight))
     if bias is not None:
         edit.set_data_(bias, torch.where(far, mean - scale * u, own).to(bias))
-    listed = ", ".join(map(str, chosen[:8])) + f" and {len(chosen) - 8} more" * (len(chosen) > 8)
-    edit.changed(
-        site.path, f"filter{'s' * (len(chosen) > 1)} {listed} get{'s' * (len(chosen) == 1)} the statistics of {name}"
-    )
+    told = {"listed": listing([*map(str, chosen)], limit=8), "norm": name}
+    one = say("filter {listed} gets the statistics of {norm}", **told)
+    edit.changed(site.path, one if len(chosen) == 1 else say("filters {listed} get the statistics of {norm}", **told))
 
 
 def _with_offset(a: Tensor, b: Tensor, var: Tensor, var_u: Tensor, cov: Tensor, var_s: Tensor) -> tuple[Tensor, Tensor]:

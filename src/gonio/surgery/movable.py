@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from gonio.messages import say
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import WEIGHTED
 from gonio.surgery.graph import Graph, called_function
@@ -67,7 +68,7 @@ def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
     variables = scale_variables(evaluation)
     for variable in variables:
         if variable.free() and _ends(variable) not in free:
-            variable.pin("it is used differently in training and in evaluation")
+            variable.pin(say("it is used differently in training and in evaluation"))
     return variables
 
 

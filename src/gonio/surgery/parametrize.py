@@ -14,6 +14,7 @@ from gonio.editing.where import Site, Where, left_out, select, sites
 from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters
+from gonio.messages import say
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.surgery.facts import why_not_dense
@@ -80,10 +81,14 @@ def parametrize_(
             edit.changed(site.path, f"{tensor} = {parametrization}")
             update_optimizer_(edit, site.path, optimizer, before, dict(module.named_parameters()))
         if len(shared) < len(found) and hasattr(type(unwrapped(model)), "tie_weights"):
-            methods = "tie_weights(), resize_token_embeddings() and init_weights() of transformers"
-            edit.note(f"{methods} fail while a tied weight is parametrized: call them before this edit, or undo it")
+            edit.note(
+                say(
+                    "tie_weights(), resize_token_embeddings() and init_weights() of transformers fail while a tied "
+                    "weight is parametrized: call them before this edit, or undo it"
+                )
+            )
         if hasattr(type(unwrapped(model)), "save_pretrained"):
-            edit.note("call gonio.fold_ before save_pretrained: from_pretrained builds a model without this edit")
+            edit.note(say("call gonio.fold_ before save_pretrained: from_pretrained builds a model without this edit"))
         edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
         if optimizer is None:
             note_added(edit)

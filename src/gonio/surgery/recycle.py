@@ -20,6 +20,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, near_duplicates, unview
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import ROUNDING
+from gonio.messages import Message, fixed, joined, say
 from gonio.seeding import generator
 from gonio.surgery.channels import OutputChannels, Reading, output_channels
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, call
@@ -102,7 +103,9 @@ def recycle_(model: nn.Module, *, example: Any = None, where: Where = None, weak
             faults = _faults(site.module, values, weak)
             if not faults:
                 continue
-            why = evaluation.reason and f"the model cannot be traced ({evaluation.reason})"
+            why: str = evaluation.reason and say(
+                "the model cannot be traced ({reason})", reason=fixed(evaluation.reason)
+            )
             why = why or _why_not(readers.get(path), others.get(path))
             done = _Recycled(readers[path], faults, values) if not why else None
             for reason, filters in ({why: faults.all} if done is None else done.stay).items():
@@ -110,20 +113,20 @@ def recycle_(model: nn.Module, *, example: Any = None, where: Where = None, weak
             if done is not None and done.filters:
                 done.draw_(generator(seed, "recycle", site.path))
                 made.append(done)
-                edit.changed(site.path, str(done))
+                edit.changed(site.path, done.said)
         _store_(edit, values, made, same)
         if stay and not made:
-            why = "; ".join(f"filters {which}: {reason}" for which, reason in list(stay.items())[:3])
+            listed = list(stay.items())[:3]
+            why = joined([say("filters {which}: {reason}", which=which, reason=fixed(r)) for which, r in listed], "; ")
             raise NotApplicableError(
                 "recycle_", "", why, "Leave these filters as they are.", action="recycle filters of"
             )
         for which, reason in stay.items():
-            edit.note(f"filters {which} stay: {reason}")
+            edit.note(say("filters {which} stay: {reason}", which=which, reason=fixed(reason)))
         edit.note_stays(left_out(model, where, can_act=can_act))
         if not made:
-            edit.note(
-                "no filter is 0 or proportional to another one" + f", or below {weak:g} of the median" * bool(weak)
-            )
+            nothing = [say("no filter is 0 or proportional to another one")]
+            edit.note(joined([*nothing, *([say("or below {weak:g} of the median", weak=weak)] if weak else [])]))
         same.check_(edit, "recycle filters of", *((SAME_OUTPUTS, 0.05) if not weak else ({}, float("inf"))))
     return edit.done()
 
@@ -138,27 +141,27 @@ def can_act(module: nn.Module) -> str | None:
     """
     weight = module._parameters.get("weight")
     if weight is None or not isinstance(module, WEIGHTED):
-        return "it has no weight matrix of its own"
+        return say("it has no weight matrix of its own")
     if (why := why_not_dense(weight)) is not None:
         return why
     if weight.is_meta:
-        return "its weight is on the meta device"
+        return say("its weight is on the meta device")
     if isinstance(module, nn.Bilinear) or not computes_plainly(module):
-        return "it computes something else than the layer of torch"
+        return say("it computes something else than the layer of torch")
     return None
 
 
 def _why_not(evaluation: OutputChannels | None, training: OutputChannels | None) -> str:
     """Why the layers that read a layer's channels are not known; empty if they are."""
     if evaluation is None:
-        return "the layer does not run"
+        return say("the layer does not run")
     if evaluation.why:
         return evaluation.why
     read = [
         {r.path for r in each.readings} if each is not None and not each.why else set()
         for each in (evaluation, training)
     ]
-    return "" if read[0] == read[1] else "its output is used differently in training and in evaluation"
+    return "" if read[0] == read[1] else say("its output is used differently in training and in evaluation")
 
 
 class _Values:
@@ -243,7 +246,7 @@ class _Recycled:
         self.bias = rows.new_zeros(len(rows), device="cpu") if bias is None else values.read(bias).cpu()
         self.others = [row for row in range(len(rows)) if row not in faults.all]
         if not self.others:
-            self.stay["no other filter is left to take the norm from"] = faults.all
+            self.stay[say("no other filter is left to take the norm from")] = faults.all
             return
         for j in faults.dead:
             self._silence_(j)
@@ -290,11 +293,12 @@ class _Recycled:
             kept, gone = (_Columns(weight, reading, channel) for channel in (i, j))
             times = self._factor(reading, i, j, factor)
             if times is None:
-                why = f"behind the layers that follow, its output is no multiple of that of filter {i}"
+                why = say("behind the layers that follow, its output is no multiple of that of filter {i}", i=i)
                 self.stay.setdefault(why, []).append(j)
                 return
             if kept.rows != gone.rows:
-                self.stay.setdefault(f"{reading.path} reads it in another group than filter {i}", []).append(j)
+                why = say("{path} reads it in another group than filter {i}", path=reading.path, i=i)
+                self.stay.setdefault(why, []).append(j)
                 return
             changes.append((reading, kept.own, gone.own, times))
         for reading, kept_own, gone_own, times in changes:
@@ -335,11 +339,14 @@ class _Recycled:
         if (bias := module._parameters.get("bias")) is not None:
             self.values.write(bias)[self.filters] = 0
 
-    def __str__(self) -> str:
-        drawn = [f"filter{'s' * (len(self.dead) > 1)} {listing([*map(str, self.dead)], limit=5)} drawn anew"]
-        merged = [f"filter {j} merged into {i} and drawn anew" for i, j in self.merged[:5]]
-        more = [f"{len(self.merged) - 5} more merged"] * (len(self.merged) > 5)
-        return "; ".join([*(drawn if self.dead else []), *merged, *more])
+    @property
+    def said(self) -> Message:
+        """What was done, filter by filter."""
+        dead = {"s": "s" * (len(self.dead) > 1), "listed": listing([*map(str, self.dead)], limit=5)}
+        drawn = [say("filter{s} {listed} drawn anew", **dead)] if self.dead else []
+        merged = [say("filter {j} merged into {i} and drawn anew", i=i, j=j) for i, j in self.merged[:5]]
+        more = [say("{n} more merged", n=len(self.merged) - 5)] if len(self.merged) > 5 else []
+        return joined([*drawn, *merged, *more], "; ")
 
 
 class _Columns:
@@ -381,19 +388,23 @@ def _why_needed(reading: Reading, columns: _Columns, constant: float) -> str:
     module: Any = reading.module
     entries = [each.flatten(1).count_nonzero(1) for each in (columns.own, columns.block)]
     if bool(((entries[0] == entries[1]) & (entries[0] > 0)).any()):
-        return f"without it, filters of {reading.path} have no weight left"
+        return say("without it, filters of {path} have no weight left", path=reading.path)
     if constant == 0 or not bool(columns.own.any()):
         return ""
     if not isfinite(constant):
-        return f"its constant output is not the same everywhere at the input of {reading.path}"
-    said = f"its output is the constant {constant:.3g}"
+        return say("its constant output is not the same everywhere at the input of {path}", path=reading.path)
+    told = {"constant": constant, "path": reading.path}
     if module.bias is None:
-        return f"{said}, and {reading.path} has no bias for it"
+        return say("its output is the constant {constant:.3g}, and {path} has no bias for it", **told)
     if isinstance(module, nn.Linear):
         return ""
     padded = module.padding == "same" or (module.padding != "valid" and any(module.padding))
     edge = module.transposed or (padded and module.padding_mode == "zeros")
-    return f"{said}, which is cut off at the edges of the input of {reading.path}" if edge else ""
+    if not edge:
+        return ""
+    return say(
+        "its output is the constant {constant:.3g}, which is cut off at the edges of the input of {path}", **told
+    )
 
 
 def _store_(edit: Edit, values: _Values, made: list[_Recycled], same: SameFunction) -> None:
@@ -424,7 +435,8 @@ def _set_entries_(edit: Edit, module: nn.Module, name: str, places: list[int], v
 def _measure_(edit: Edit, made: list[_Recycled], same: SameFunction) -> None:
     """Statistics of the new filters on an input, if the caller gave one."""
     if same.example is None:
-        edit.note("batch norms take the mean 0 and the variance 1 for new filters: pass example=, or use calibrate_")
+        what = say("batch norms take the mean 0 and the variance 1 for new filters: pass example=, or use calibrate_")
+        edit.note(what)
         return
     paths = {id(site.module): site.path for site in sites(edit.model)}
     seen: dict[str, tuple[Tensor, Tensor]] = {}

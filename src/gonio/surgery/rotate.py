@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.wrapping import refuse_shards, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.messages import joined, say
 from gonio.seeding import generator
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
 from gonio.surgery.turns import STREAM, VALUES, Turn, random_turn, turns_of
@@ -99,7 +100,10 @@ def rotate_(
                 path, _, own = name.rpartition(".")
                 said.setdefault(path, {}).setdefault(_words(each, turn), []).append(own)
         for path, by in said.items():
-            edit.changed(path, "; ".join(f"{', '.join(names)} turned by {words}" for words, names in by.items()))
+            done = [
+                say("{names} turned by {words}", names=", ".join(names), words=words) for words, names in by.items()
+            ]
+            edit.changed(path, joined(done, "; "))
         edit.note_stays(found.stay)
         coarser = min(_ROUNDINGS * found.eps, 0.1)
         same.check_(edit, "turn", {dtype: max(each, coarser) for dtype, each in SAME_OUTPUTS.items()}, 0.1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
+from gonio.messages import say
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
 from gonio.surgery.graph import (
     ELEMENTWISE_FUNCTIONS,
@@ -120,16 +121,17 @@ class _ScaleReader:
         elif (after := self._after(node, module)) is not None:
             self.flow[node] = after
         elif node.op == "output":
-            self._pin_inputs(node, "it is the model's output")
+            self._pin_inputs(node, say("it is the model's output"))
         else:
             name = type(module).__name__ if module is not None else called_function(node)
-            self._pin_inputs(node, f"{name} ({node.name}) is not positively homogeneous in it")
+            why = say("{name} ({node}) is not positively homogeneous in it", name=name, node=node.name)
+            self._pin_inputs(node, why)
 
     def _read_weighted(self, node: fx.Node, module: nn.Module) -> None:
         path = str(node.target)
         refusal = self.graph.why_pinned(path, module)
         if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
-            refusal = f"{path} is a {type(module).__name__}"
+            refusal = say("{path} is a {kind}", path=path, kind=type(module).__name__)
         if refusal:
             self._pin_inputs(node, refusal)
             self.variables.append(ScaleVariable(0, pinned=refusal))
@@ -142,13 +144,13 @@ class _ScaleReader:
             if flow.axis in readable and variable.channels * per_channel == layer.in_channels:
                 variable.consumers.append((layer, per_channel))
             else:
-                variable.pin(f"{path} does not read its channels one by one")
+                variable.pin(say("{path} does not read its channels one by one", path=path))
         axis = "features" if isinstance(module, nn.Linear) else "channels"
         self.flow[node] = _Flow(self._new(layer), axis, max(module.weight.dim() - 2, 0))  # type: ignore[operator]
 
     def _read_batch_norm(self, node: fx.Node, module: nn.Module) -> None:
         path, flows = str(node.target), self._inputs(node)
-        self._pin_inputs(node, f"a {type(module).__name__} normalises it")
+        self._pin_inputs(node, say("a {kind} normalises it", kind=type(module).__name__))
         known = self.graph.facts(node).why_not_affine is not None and module._parameters.get("weight") is not None
         if not known or self.graph.why_pinned(path, module):
             return
@@ -160,16 +162,17 @@ class _ScaleReader:
         for part in tail_of(module):
             facts = facts_of(part)
             if not facts.homogeneous or facts.acts_on != "entries":
-                variable.pin(f"the {type(part).__name__} in {path} is not positively homogeneous in it")
+                told = {"kind": type(part).__name__, "path": path}
+                variable.pin(say("the {kind} in {path} is not positively homogeneous in it", **told))
 
     def _read_sum(self, node: fx.Node) -> None:
         known = self._inputs(node)
         if len(known) != 2 or len(node.args) != 2 or node.kwargs:
-            self._pin_inputs(node, f"it is added to a tensor of fixed scale ({node.name})")
+            self._pin_inputs(node, say("it is added to a tensor of fixed scale ({node})", node=node.name))
             return
         a, b = self._root(known[0].variable), self._root(known[1].variable)
         if a.channels != b.channels or (known[0].axis, known[0].spatial) != (known[1].axis, known[1].spatial):
-            self._pin_inputs(node, f"it is added to a tensor of another shape ({node.name})")
+            self._pin_inputs(node, say("it is added to a tensor of another shape ({node})", node=node.name))
             return
         if a is not b:
             a.producers += b.producers

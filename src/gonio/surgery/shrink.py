@@ -15,6 +15,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
 from gonio.geometry.norms import whole
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
+from gonio.messages import joined, say
 from gonio.surgery.facts import why_not_dense
 
 
@@ -143,7 +144,8 @@ def shrink_change_(
                     done.add(id(parameter))
                     edit.set_data_(parameter, _between(site, whole(before.detach()), whole(parameter.detach()), factor))
             if names:
-                edit.changed(site.path, f"the change of {' and '.join(names)} scaled by {factor:g}")
+                what = joined(names, " and ")
+                edit.changed(site.path, say("the change of {what} scaled by {factor:g}", what=what, factor=factor))
         edit.note_stays(left_out(model, where, can_act=can_interpolate))
         _note_missing(edit, "shrink_change_", missing, none=not edit.changes)
     return edit.done()
@@ -157,9 +159,9 @@ def _tensors(base: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 def _note_missing(edit: Edit, verb: str, missing: list[str], *, none: bool) -> None:
     """Name what the base does not have; refuse if it has none of what was selected."""
     if missing:
-        edit.note(f"{listing(missing)}: the base has no weight of this path and shape")
+        edit.note(say("{paths}: the base has no weight of this path and shape", paths=listing(missing)))
     if none:
-        why = "the base has no weight of its path and shape"
+        why = say("the base has no weight of its path and shape")
         do = "Pass the model before fine-tuning, with the same names."
         raise NotApplicableError(verb, missing[0], why, do, action="change")
 
@@ -167,7 +169,7 @@ def _note_missing(edit: Edit, verb: str, missing: list[str], *, none: bool) -> N
 @torch.no_grad()
 def _between(site: Site, before: Tensor, now: Tensor, factor: float) -> Tensor:
     if not bool(torch.isfinite(now).all()) or not bool(torch.isfinite(before).all()):
-        why = "it or its base has values that are not finite"
+        why = say("it or its base has values that are not finite")
         raise NotApplicableError("shrink_change_", site.path, why, "Restore it.", action="change", kind=site.kind)
     wide = torch.promote_types(now.dtype, torch.float32)
     old, new = before.to(now.device, wide), now.to(wide)
@@ -179,7 +181,7 @@ def _shrink(edit: Edit, site: Site, before: Tensor, factor: float, k: int, thres
     parameter = site.module.get_parameter("weight")
     weight = whole(parameter.detach())
     if not bool(torch.isfinite(weight).all()) or not bool(torch.isfinite(before).all()):
-        why = "it or its base has values that are not finite"
+        why = say("it or its base has values that are not finite")
         raise NotApplicableError("shrink_intruders_", site.path, why, "Restore it.", action="change", kind=site.kind)
     layout = layout_of(site.module)
     matrices = matrix_view(weight, layout)
@@ -192,7 +194,8 @@ def _shrink(edit: Edit, site: Site, before: Tensor, factor: float, k: int, thres
     if count:
         edit.set_data_(parameter, unview(torch.stack(parts), weight.shape, layout))
         total = considered * len(parts)
-        edit.changed(site.path, f"{count} of {total} directions scaled by {factor:g}")
+        what = {"count": count, "total": total, "factor": factor}
+        edit.changed(site.path, say("{count} of {total} directions scaled by {factor:g}", **what))
 
 
 def can_act(module: nn.Module) -> str | None:
@@ -207,14 +210,14 @@ def can_act(module: nn.Module) -> str | None:
     if (why := why_not_dense(weight)) is not None:
         return why
     if weight is None or weight.dim() < 2:
-        return "it has no weight matrix of its own"
+        return say("it has no weight matrix of its own")
     if weight.is_meta:
-        return "its weight is on the meta device"
+        return say("its weight is on the meta device")
     try:
         _, n, d = matrix_view(weight.detach(), layout_of(module)).shape
     except (NotApplicableError, InvalidArgumentError):
-        return "its weight is not a stack of filters"
-    return "its filters are too few to have top directions" if min(n, d) < 2 else None
+        return say("its weight is not a stack of filters")
+    return say("its filters are too few to have top directions") if min(n, d) < 2 else None
 
 
 def can_interpolate(module: nn.Module) -> str | None:
@@ -230,5 +233,5 @@ def can_interpolate(module: nn.Module) -> str | None:
         if (why := why_not_dense(parameter)) is not None:
             return why
     if not own:
-        return "it has no parameters of its own"
-    return "its parameters are on the meta device" if any(p.is_meta for p in own) else None
+        return say("it has no parameters of its own")
+    return say("its parameters are on the meta device") if any(p.is_meta for p in own) else None

@@ -18,6 +18,7 @@ from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
 from gonio.editing.where import Site, Where, as_selector, left_out, select
 from gonio.editing.wrapping import holds_original, refuse_shards
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
+from gonio.messages import say
 from gonio.surgery.facts import tail_of, why_not_dense, without_tail
 from gonio.surgery.graph import trace
 
@@ -234,7 +235,9 @@ def _disable_fast_path_(edit: Edit, replaced: list[Site]) -> None:
         if isinstance(encoder, nn.TransformerEncoder) and any(m in layers for m in encoder.modules()):
             edit.set_attribute_(encoder, "use_nested_tensor", False)
     if layers:
-        edit.note("the fast path of TransformerEncoderLayer is off where a part was replaced: it would not call it")
+        edit.note(
+            say("the fast path of TransformerEncoderLayer is off where a part was replaced: it would not call it")
+        )
 
 
 def _cannot_replace(site: Site, why: str, do: str) -> NotApplicableError:

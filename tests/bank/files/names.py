@@ -127,7 +127,8 @@ CASES: dict[str, Case] = {
     "factors that do not fit": Case(
         KOHYA, adapters({f"{Q}.lora_down.weight": A, f"{Q}.lora_up.weight": normal(32, 3)},
                         refused={f"{Q}.weight": "do not fit"})),
-    "one factor of two": Case(KOHYA, adapters({f"{Q}.lora_down.weight": A, f"{Q}.alpha": alpha}, error=NO_NAME)),
+    "one factor of two": Case(
+        KOHYA, adapters({f"{Q}.lora_down.weight": A, f"{Q}.alpha": alpha}, refused={f"{Q}.weight": "has no partner"})),
     "a change of another shape": Case(
         KOHYA, adapters(under(V, {"lora_down.weight": A, "lora_up.weight": B, "alpha": alpha}),
                         refused={f"{V}.weight": "the adapter is made for a weight of the shape (32, 16)"})),

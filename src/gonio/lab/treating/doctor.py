@@ -214,7 +214,11 @@ class _Case:
         step = TreatmentStep(remedy.verb, options, _codes(treats), fixed("not applied"), "", cannot=cannot)
         exact = remedy.proof == "same function"
         if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
-            return replace(step, proof=say("not provable without data: pass a task, or a batch with apply_unproven"))
+            said = say(
+                "not provable without data: pass a task, or a batch with apply_unproven "
+                "(--task, or --batch with --unproven)"
+            )
+            return replace(step, proof=said)
         untreated = copy.deepcopy(self.model) if exact else None
         if not exact and self.inputs.task is not None and not self._scores:
             self._scores = scores(self.model, self.inputs.task)

@@ -23,6 +23,7 @@ from gonio.geometry import layout_of, matrix_view, unview
 from gonio.lab.plan import TrainingConfig
 from gonio.lab.running.training import TrainingStep, batches, evaluate, make_schedule
 from gonio.lab.tasks.task import Split, Task, seeded
+from gonio.messages import say
 from gonio.seeding import derive_seed
 from gonio.surgery import init_, match_statistics_
 from gonio.surgery.facts import WEIGHTED, facts_of
@@ -30,7 +31,7 @@ from gonio.surgery.recycle import can_act as has_filters
 
 _DEAD = 1e-3  # of the median norm of a layer's filters
 _BATCH, _MEASURED = 64, 64  # size and number of the batches that give the scale of new filters, and scores
-STARTS = ("its present values", "its present weights and the bias 0", "new values")
+STARTS = (say("its present values"), say("its present weights and the bias 0"), say("new values"))
 
 
 def retrain_(
@@ -91,8 +92,8 @@ def retrain_(
         for site in chosen:
             for name, parameter in site.module.named_parameters(recurse=False):
                 edit.set_data_(parameter, twin.get_submodule(site.path).get_parameter(name))
-            edit.changed(site.path, f"trained for {epochs} epochs from {start}")
-        edit.note(f"training loss {loss:.3g}; everything else was frozen")
+            edit.changed(site.path, say("trained for {epochs} epochs from {start}", epochs=epochs, start=start))
+        edit.note(say("training loss {loss:.3g}; everything else was frozen", loss=loss))
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
 
@@ -107,8 +108,8 @@ def can_act(module: nn.Module) -> str | None:
     """
     own = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
     if not own:
-        return "it has no parameters of its own"
-    return "its parameters are on the meta device" if any(p.is_meta for p in own) else None
+        return say("it has no parameters of its own")
+    return say("its parameters are on the meta device") if any(p.is_meta for p in own) else None
 
 
 def _starts(model: nn.Module, chosen: list[Site], task: Task, seed: int) -> Iterator[tuple[str, nn.Module]]:

@@ -16,7 +16,7 @@ from gonio.lab.judging.results import Results
 from gonio.lab.running.study import Study
 from gonio.measuring import Finding, Measurements
 from gonio.messages import local, say
-from gonio.pages import render
+from gonio.pages import made_by, render
 
 SCHEMA = "gonio.treatment/1"
 HEAD = (say("treatment"), say("for"), say("verdict"), say("why"), say("not repaired by it"))
@@ -136,9 +136,14 @@ class Treatment:
             made.append(study)
         return made
 
-    def page(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained page: before, after, proof."""
-        text = render("gonio.lab.treating", "treatment.html.j2", t=self, head=HEAD, recipe=self.recipe["steps"])
+    def page(self, path: str | os.PathLike[str], *, command: str = "", date: str = "") -> Path:
+        """Write one self-contained page: before, after, proof.
+
+        Args:
+            command, date: shown on the page, so that the same treatment can be made again.
+        """
+        made = made_by(self.before.versions, command=command, date=date)
+        text = render("gonio.lab.treating", "treatment.html.j2", t=self, head=HEAD, made=made)
         return write_text(text, path)
 
     @property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 
 from gonio.errors import listing
 from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
+from gonio.measuring.reading.adapters import is_fault
 from gonio.messages import are, say
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
@@ -81,6 +82,11 @@ def _intruders(t: TensorDifference) -> str | None:
                 value=by_chance or 0,
             )
     return None
+
+
+@rule("G713", TENSOR_RULES)
+def _misfit(t: TensorDifference) -> str | None:
+    return t.reason if is_fault(t.reason) else None
 
 
 @rule("G502", TENSOR_RULES)
@@ -155,4 +161,5 @@ def _cancel(pair: Pairing) -> str | None:
 def findings_of_change(rows: Sequence[TensorDifference], adapters: bool) -> tuple[Finding, ...]:
     """All findings on the change of one model, warnings first."""
     made = findings_by(TENSOR_RULES, ((row, row.path) for row in rows))
+    made = [replace(f, level="info") if adapters and f.code == "G501" else f for f in made]  # usual for adapters
     return worst_first([*made, *findings_by(MODEL_RULES, [(WholeChange(tuple(rows), adapters), "")])])

@@ -12,7 +12,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
-from gonio.measuring.reading.adapters import Places
+from gonio.measuring.reading.adapters import NO_WEIGHT, Places
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
@@ -67,7 +67,7 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         name = names.get(adapter.weight, adapter.weight)
         held = made[name] if name in made and made[name].load is not None else base.get(name)
         alone |= held is None
-        missing = TensorEntry(name, "", None, None, f"the base has no weight {adapter.path}")
+        missing = TensorEntry(name, "", None, None, f"{NO_WEIGHT} {adapter.path}")
         made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
     unread = _unread(made, base, found, names, places)
     alone |= any(name not in base and name not in dict(unread) for name in made)

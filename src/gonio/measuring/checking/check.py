@@ -8,20 +8,23 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
 from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
-from gonio.measuring.checking.rules import checked, with_siblings
+from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
-from gonio.measuring.reading.entry import INTEGERS, dtype_named
+from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
+from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.source import name_of, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
@@ -64,15 +67,15 @@ class CheckpointContents:
     adapter: str = ""
 
     def __str__(self) -> str:
-        """One line, for example `llama, 1.24 billion parameters in 146 tensors (146 bfloat16), 16 layers`."""
+        """One line, for example `llama, 1.24 billion values in 146 tensors (146 bfloat16), 16 layers`."""
         return str(self.said)
 
     @property
     def said(self) -> Message:
         """The line as a message."""
         dtypes = joined([f"{n} {plain(dtype, longest=40)}" for dtype, n in self.dtypes.items()])
-        size = {"parameters": _large(self.parameters), "tensors": counted(self.tensors, "tensor"), "dtypes": dtypes}
-        parts: list[str] = [say("{parameters} in {tensors} ({dtypes})", **size)]
+        size = {"values": _large(self.parameters), "tensors": counted(self.tensors, "tensor"), "dtypes": dtypes}
+        parts: list[str] = [say("{values} in {tensors} ({dtypes})", **size)]
         parts = [plain(self.family, longest=80), *parts] if self.family else parts
         parts += [counted(self.layers, "layer")] if self.layers is not None else []
         parts += [counted(self.heads, "head")] if self.heads is not None else []
@@ -169,10 +172,10 @@ class CheckResult(Table[TensorCheck]):
         yield Text(local(self.contents.said))
         for note in self.notes:
             yield Text(plain(local(note), longest=500), style="dim")
-        groups: dict[str, list[Finding]] = {}
+        groups: dict[tuple[str, str], list[Finding]] = {}
         for finding in self.findings:
-            groups.setdefault(finding.code, []).append(finding)
-        for code, group in groups.items():
+            groups.setdefault((finding.code, finding.level), []).append(finding)
+        for (code, _), group in groups.items():
             title, number = local(RULES[code].text.title), local(counted(len(group), "finding"))
             yield Text(f"{local(group[0].level):5} {code}: {title} ({number})", style="bold")
             for finding in group[:_SHOWN]:
@@ -186,12 +189,12 @@ class CheckResult(Table[TensorCheck]):
 
 
 def _large(count: int) -> Message:
-    """Parameters in millions or billions where there are as many."""
+    """The values of parameters and buffers, which a file does not tell apart, in millions or billions from there on."""
     if count >= 10**9:
-        return say("{n:.3g} billion parameters", n=count / 10**9)
+        return say("{n:.3g} billion values", n=count / 10**9)
     if count >= 10**6:
-        return say("{n:.3g} million parameters", n=count / 10**6)
-    return counted(count, "parameter")
+        return say("{n:.3g} million values", n=count / 10**6)
+    return counted(count, "value")
 
 
 def check(
@@ -251,15 +254,35 @@ def check(
         for place, tensor in zip(held.places, scanned, strict=True)
         if tensor.reason and not place.reason
     ]
-    tensors = with_siblings(scanned)
+    adapters, config = _adapters(held)
+    parts = {part for adapter in adapters for part in adapter.parts}
+    tensors = among_others([replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned])
     changes = [] if known is None else list(_changes(tensors, known))
-    findings = checked(tensors, [*held.problems, *unread, *changes])
+    in_files = None if isinstance(source, Mapping) else config
+    findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files)])
     return CheckResult(name_of(source), contents, tensors, findings, notes)
 
 
-def _contents(held: Inventory) -> CheckpointContents:
+def _folder(held: Inventory) -> Path | None:
     first = held.files[0] if held.files else None
-    folder = first if first is None or first.is_dir() else first.parent
+    return first if first is None or first.is_dir() else first.parent
+
+
+def _adapters(held: Inventory) -> tuple[list[Adapter], dict[str, Any]]:
+    """The adapters of a checkpoint, whose values are not read, and their configuration."""
+    own = {place.name: place for place in held.places if not place.beside and not place.reason}
+    if not any(mark in f".{name}" for name in own for mark in MARKS):
+        return [], {}
+    folder = _folder(held)
+    config = {} if folder is None else small_json(folder / "adapter_config.json")
+    stored = {
+        name: StoredTensor(place.shape, place.dtype, partial(torch.zeros, place.shape)) for name, place in own.items()
+    }
+    return adapters_in(stored, AdapterConfig(config)), config
+
+
+def _contents(held: Inventory) -> CheckpointContents:
+    folder = _folder(held)
     config, adapter = (
         {} if folder is None else small_json(folder / name) for name in ("config.json", "adapter_config.json")
     )

@@ -10,12 +10,16 @@ from gonio.measuring.checking.scan import TensorCheck
 from gonio.measuring.findings.rules import (
     Finding,
     FindingRule,
+    equal_filters,
     findings_by,
+    named,
     nonfinite_values,
     rule,
     worst_first,
+    zero_filters,
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
+from gonio.measuring.reading.entry import has_bias, infer, stores_inputs_first
 from gonio.messages import counted, say
 
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
@@ -32,13 +36,28 @@ def of_files(problems: Iterable[Problem]) -> list[Finding]:
     return findings_by(FILE_RULES, ((problem, problem.path) for problem in problems))
 
 
-def with_siblings(tensors: Sequence[TensorCheck]) -> tuple[TensorCheck, ...]:
-    """The tensors, each matrix with its distance from the matrices of the same name up to numbers, and of one shape."""
-    known = places((t.name, t.shape, t.norm) for t in tensors if t.norm is not None and not t.beside)
-    return tuple(replace(t, **asdict(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
+def among_others(tensors: Sequence[TensorCheck]) -> tuple[TensorCheck, ...]:
+    """The tensors of one file, each matrix with its distance from its siblings, and with what its rows are."""
+    own = [t for t in tensors if not t.beside]
+    known = places((t.name, t.shape, t.norm) for t in own if t.norm is not None)
+    shapes = {t.name: t.shape for t in own}
+    inputs_first = stores_inputs_first(shapes) if any(t.equal_rows for t in own) else False
+
+    def is_layer(t: TensorCheck) -> bool:
+        layout, *_ = infer(t.name, shapes, inputs_first=inputs_first)
+        fixed = (
+            len(t.shape) > 2 and t.shape[1] == 1 and t.equal_rows == t.rows - 1
+        )  # one kernel in every channel: a blur
+        if fixed:
+            return False
+        told = len(t.shape) > 2 or has_bias(t.name, shapes) or t.name in known
+        return told and layout is not None and not layout.transposed
+
+    placed = (replace(t, **asdict(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
+    return tuple(replace(t, layer=is_layer(t)) if t.equal_rows and not t.beside else t for t in placed)
 
 
-for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711"):
+for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713"):
 
     @rule(_code, FILE_RULES)
     def _of_file(problem: Problem, code: str = _code) -> str | None:
@@ -57,11 +76,14 @@ def _zero(t: TensorCheck) -> str | None:
 
 @rule("G102", VALUE_RULES)
 def _zero_rows(t: TensorCheck) -> str | None:
-    return (
-        say("{zero_rows} of {rows} rows are 0, the first is row {row}", zero_rows=t.zero_rows, rows=t.rows, row=t.row)
-        if 1 < t.zero_rows < t.rows
-        else None
-    )
+    return zero_filters(t.zero_rows, t.rows, t.zero_indices) if 1 < t.zero_rows < t.rows and not t.adapter else None
+
+
+@rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)
+def _equal_rows(t: TensorCheck) -> str | None:
+    if t.adapter:
+        return None
+    return equal_filters(t.equal_pairs, t.equal_rows, t.rows, (t.rows, t.entries // max(t.rows, 1)))
 
 
 @rule("G706", VALUE_RULES)
@@ -73,30 +95,20 @@ def _constant(t: TensorCheck) -> str | None:
     )
 
 
-@rule("G707", VALUE_RULES)
-def _equal_rows(t: TensorCheck) -> str | None:
-    if not t.equal_rows or t.pair is None:
-        return None
-    return say(
-        "{equal_rows} of {rows} rows equal an earlier one, as row {pair} equals row {pair_2}",
-        equal_rows=t.equal_rows,
-        rows=t.rows,
-        pair=t.pair[1],
-        pair_2=t.pair[0],
-    )
-
-
 @rule("G708", VALUE_RULES)
 def _constant_rows(t: TensorCheck) -> str | None:
+    if t.adapter:
+        return None
     if t.zero_rows == 1 and t.rows > 1:
-        return say("row {row} is 0", row=t.row)
+        return say("row {row} is 0", row=t.zero_indices[0])
     if not t.constant_rows or t.constant:
         return None
     return say(
-        "{rows} of {rows_2} {have} one value each",
+        "{rows} of {rows_2} {have} one value each: {named}",
         rows=counted(t.constant_rows, "row"),
         rows_2=t.rows,
         have="has" if t.constant_rows == 1 else "have",
+        named=named([str(row) for row in t.constant_indices], t.constant_rows),
     )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError
 from gonio.execution import one_thread
 from gonio.measuring.checking.places import Place
+from gonio.measuring.figures.tensor import LISTED
 from gonio.measuring.reading.entry import dtype_named
 
 CHUNK = 1 << 17  # entries; a chunk of bfloat16 is 256 kB
@@ -56,6 +57,11 @@ class TensorCheck:
         zero_rows, constant_rows, equal_rows: rows that are 0; rows of one other value; other rows that equal an
             earlier one.
         row: the index of the first zero row, or of the first constant one; `pair`: those of two equal rows.
+        zero_indices, constant_indices: the indices of these rows, the first thousand of each. `equal_pairs`: each row
+            that equals an earlier one, and that one, the first thousand.
+        layer: of a tensor with equal rows, whether rows are the filters of a layer: it is called a weight, and has more
+            than two dimensions, a bias, or siblings. Rows of a table can be equal because their tokens never occur.
+        adapter: whether it is a part of an adapter: rows of B that no gradient has reached are 0.
         zero, constant: whether every value is 0; whether all values are the same.
         fingerprint: 64 bits of a hash of its bytes, in hexadecimal; empty if it was not read.
         siblings: number of tensors with the same name up to numbers in it, and with the same shape.
@@ -80,6 +86,11 @@ class TensorCheck:
     equal_rows: int = 0
     row: int | None = None
     pair: tuple[int, int] | None = None
+    zero_indices: tuple[int, ...] = ()
+    constant_indices: tuple[int, ...] = ()
+    equal_pairs: tuple[tuple[int, int], ...] = ()
+    layer: bool = False
+    adapter: bool = False
     zero: bool = False
     constant: bool = False
     fingerprint: str = ""
@@ -254,7 +265,11 @@ class _Statistics:
             return found
         other = numpy.flatnonzero(~zero & ~constant)
         order = other[numpy.argsort(hashes[other], kind="stable")]
-        equal = numpy.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+        same = hashes[order[1:]] == hashes[order[:-1]]
+        starts = numpy.maximum.accumulate(numpy.where(same, 0, numpy.arange(1, len(order)))) if len(order) > 1 else same
+        equal = numpy.flatnonzero(same)
+        copies = numpy.column_stack((order[equal + 1], order[starts[equal]]))
+        copies = copies[numpy.argsort(copies[:, 0])][:LISTED]
         special = numpy.flatnonzero(zero if zero.any() else constant)
         return replace(
             found,
@@ -263,7 +278,10 @@ class _Statistics:
             constant_rows=int(constant.sum()),
             equal_rows=int(equal.size),
             row=int(special[0]) if special.size else None,
-            pair=(int(order[equal[0]]), int(order[equal[0] + 1])) if equal.size else None,
+            pair=(int(copies[0, 1]), int(copies[0, 0])) if equal.size else None,
+            zero_indices=tuple(numpy.flatnonzero(zero)[:LISTED].tolist()),
+            constant_indices=tuple(numpy.flatnonzero(constant)[:LISTED].tolist()),
+            equal_pairs=tuple((row, earlier) for row, earlier in copies.tolist()),
         )
 
 

@@ -20,11 +20,13 @@ from gonio.geometry import (
     conv_spectral_norm_estimate,
     marchenko_pastur,
     matrix_view,
+    near_duplicates,
     quantization_error,
     welch_bound,
 )
 from gonio.geometry.blocks import COSINE_WIDTH, GramMatrix, NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
+from gonio.geometry.duplicates import ROUNDING, SEARCHED
 from gonio.geometry.norms import computed_in
 from gonio.geometry.pairs import PairStatistics, pair_statistics, pair_statistics_of_each
 from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, singular_values_of_each, spectrum_estimate
@@ -52,6 +54,7 @@ FAILED = "cannot be read"  # the begin of the reason of a tensor whose reading r
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 SMALL = 1 << 16  # entries of a tensor up to which it is measured together with others of its shape
+LISTED = 1000  # filters of one kind that a row names
 STACK = 1 << 19  # entries of such tensors measured at once: 4 MiB in float64
 
 
@@ -106,6 +109,7 @@ class TensorMeasurement:
             are left out of all other figures.
         rms, frobenius: root mean square of the entries; square root of the sum of their squares.
         zero_filters: filters whose entries are all 0 (dead, unless training starts there on purpose).
+            `zero_indices`: the first thousand of them, counted over all groups.
         norm_quantiles: minimum, quartiles and maximum of the filter norms. `norm_nonzero_min`: the smallest that is
             not 0.
         angle_mean, angle_std: over all pairs, in degrees. `angle_std_random`: that of random directions
@@ -117,6 +121,8 @@ class TensorMeasurement:
             `welch_bound`: its lower bound for n vectors in d dimensions.
         near_duplicates: pairs with an absolute cosine of at least 0.95; `near_antipodal`: those with a negative one.
             `closest`: the two filters whose absolute cosine is the coherence, counted over all groups.
+        proportional: each filter that is a multiple of an earlier one of its group up to the rounding of float32, with
+            that one, counted over all groups; of a weight too large to search, `closest`.
         sigma_max, sigma_min, stable_rank, effective_rank: of the matrices as one block-diagonal matrix.
             `sigma_random`, `stable_rank_random`: for independent entries of the same root mean square.
             `sigma_error`: 0 where all singular values were computed; for a larger weight an upper bound of the share
@@ -159,6 +165,7 @@ class TensorMeasurement:
     norm_quantiles: tuple[float, ...] | None = figure(tracked=True)
     norm_nonzero_min: float | None = None
     zero_filters: int | None = figure("zero", "filters whose entries are all 0", 4, tracked=True)
+    zero_indices: tuple[int, ...] = ()
     pairs: int | None = None
     angle_mean: float | None = figure(tracked=True)
     angle_std: float | None = figure(tracked=True)
@@ -176,6 +183,7 @@ class TensorMeasurement:
     near_duplicates: int | None = figure("near", "pairs of filters with |cos| ≥ 0.95; in brackets the opposite ones")
     near_antipodal: int | None = None
     closest: tuple[int, int] | None = None
+    proportional: tuple[tuple[int, int], ...] = ()
     sigma_max: float | None = figure(tracked=True)
     sigma_min: float | None = None
     sigma_error: float | None = None
@@ -383,12 +391,15 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], 
     values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, "zero_filters": 0}
     if len(fine):
         values |= _norms(NormSummary.of(fine, d))
+    if values["zero_filters"]:
+        values["zero_indices"] = tuple((norms == 0).nonzero().flatten()[:LISTED].tolist())
     if len(fine) < len(norms):
         notes = (*notes, f"{counted(len(norms) - len(fine), 'filter')} with non-finite entries left out")
     whole = len(fine) == len(norms) > values["zero_filters"]
     gram = shared_gram(matrices) if whole else None
     pairs = pair_statistics(matrices, name=name, gram=gram, deep=deep)
     values |= _angles(pairs, n, d) if pairs else {"pairs": 0}
+    values["proportional"] = _proportional(matrices, pairs)
     if pairs is not None and pairs.sampled:
         error = f"{2 * pairs.alignment_error:.2g}"
         where = "among all of them" if pairs.searched else "among those drawn alone"
@@ -406,13 +417,15 @@ def _filters_of_each(matrices: Tensor, norms: Tensor) -> Iterator[dict[str, Any]
     gram = GramMatrix.of(matrices)
     singular = singular_values_of_each(matrices, gram)
     columns = (NormSummary.of_each(norms, d), pair_statistics_of_each(matrices, gram), _values(singular, n, d))
-    for found, pairs, values, largest in zip(*columns, singular[:, -1].tolist(), strict=True):
+    rows = zip(*columns, singular[:, -1].tolist(), matrices, strict=True)
+    for found, pairs, values, largest, matrix in rows:
         yield {
             "groups": 1,
             "filters": n,
             "dim": d,
             **_norms(found),
             **(_angles(pairs, n, d) if pairs else {"pairs": 0}),
+            "proportional": _proportional(matrix[None], pairs),
             **_edge(SpectrumEstimate(largest, 0.0, None), (1, n, d), found.frobenius),
             **values,
         }
@@ -447,6 +460,23 @@ def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
         "closest": pairs.closest,
         "angle_histogram": pairs.histogram,
     }
+
+
+def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple[int, int], ...]:
+    """Each filter that is proportional to an earlier one of its matrix, and that one, counted over all matrices."""
+    if pairs is None or pairs.coherence < 1 - ROUNDING:
+        return ()
+    n = matrices.shape[1]
+    found: list[tuple[int, int]] = []
+    for index, matrix in enumerate(matrices):
+        if matrix.numel() > SEARCHED:
+            continue
+        finite = torch.isfinite(matrix).all(1, keepdim=True)
+        first, second = near_duplicates(matrix.where(finite, 0), cosine=1 - ROUNDING).pairs.unbind(1)
+        earliest = torch.full((n,), n).scatter_reduce(0, second.cpu(), first.cpu(), "amin")
+        copies = (earliest < n).nonzero().flatten()
+        found += zip((copies + index * n).tolist(), (earliest[copies] + index * n).tolist(), strict=True)
+    return tuple(found) or (pairs.closest[::-1],)
 
 
 def _spectrum(found: SpectrumEstimate, shape: torch.Size, frobenius: float) -> dict[str, Any]:

@@ -30,9 +30,11 @@ from gonio.messages import counted, say
 def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
     made = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
-    judged = [t for t in tensors if t.frobenius is not None and t.kind not in (FACTOR, LOW_RANK)]
+    judged = [t for t in tensors if t.frobenius is not None and t.kind != LOW_RANK]
     placed = places((t.name, t.shape, t.frobenius or 0.0) for t in judged)
-    made += findings_by(SIBLING_RULES, ((placed[t.name], t.path) for t in judged if t.name in placed))
+    # a layer that is 0 is G101; a factor that is 0 among trained ones was not trained
+    seen = [(placed[t.name], t) for t in judged if t.name in placed]
+    made += findings_by(SIBLING_RULES, ((place, t.path) for place, t in seen if place.ratio or t.kind == FACTOR))
     return worst_first([*made, *(findings_by(ADVICE, [(facts, "")]) if facts is not None else ())])
 
 
@@ -41,7 +43,7 @@ SMALL = 8  # samples, below which [Wu and He 2018, table 2] sees batch normalisa
 
 @rule("G709", SIBLING_RULES)
 def _unlike_siblings(place: AmongSiblings) -> str | None:
-    return place.found if place.ratio else None  # a layer that is 0 is G101
+    return place.found
 
 
 def _listed(norms: list[NormUse]) -> str:

@@ -20,15 +20,16 @@ from rich.text import Text
 from gonio.errors import UnknownNameError
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
-from gonio.geometry.duplicates import NEAR
+from gonio.geometry.duplicates import NEAR, ROUNDING
 from gonio.measuring.figures.structure import ModelFacts
 from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
 from gonio.measuring.findings.remedies import Prescription, success_rate
 from gonio.measuring.findings.siblings import AmongSiblings
-from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING
+from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING, TABLE
 from gonio.messages import Message, are, counted, fixed, joined, local, say
 
 PLACES = 8  # findings of one rule that a terminal shows
+NAMED = 10  # filters that a finding names; a row has more of them
 LEVELS = ("info", "warn", "error")
 _TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
@@ -102,10 +103,15 @@ Check = Callable[[Subject], str | None]
 
 @dataclass(frozen=True)
 class FindingRule(Generic[Subject]):
-    """One rule: a code, and what it finds in its subject (a tensor, or the facts of a training); None for nothing."""
+    """One rule: a code, and what it finds in its subject (a tensor, or the facts of a training); None for nothing.
+
+    Attributes:
+        harmless: whether a finding on this subject is a remark, whatever the level of the rule.
+    """
 
     code: str
     check: Check[Subject]
+    harmless: Callable[[Subject], bool] = lambda _: False
 
     @property
     def text(self) -> RuleText:
@@ -118,7 +124,8 @@ class FindingRule(Generic[Subject]):
         if found is None:
             return None
         text = self.text
-        return Finding(self.code, text.level, path, found, text.chance or text.exact, text.do)
+        level = "info" if self.harmless(subject) else text.level
+        return Finding(self.code, level, path, found, text.chance or text.exact, text.do)
 
 
 WEIGHT_RULES: dict[str, FindingRule[TensorMeasurement]] = {}
@@ -127,11 +134,13 @@ ADVICE: dict[str, FindingRule[ModelFacts]] = {}
 RULES: dict[str, FindingRule[Any]] = {}  # on all subjects, those of other files too
 
 
-def rule(code: str, among: dict[str, FindingRule[Subject]]) -> Callable[[Check[Subject]], Check[Subject]]:
+def rule(
+    code: str, among: dict[str, FindingRule[Subject]], *, harmless: Callable[[Subject], bool] = lambda _: False
+) -> Callable[[Check[Subject]], Check[Subject]]:
     """A decorator that adds a check to the rules on one subject; the rule's text is in `rules.yaml`."""
 
     def add(check: Check[Subject]) -> Check[Subject]:
-        among[code] = FindingRule(code, check)
+        among[code] = FindingRule(code, check, harmless)
         RULES.setdefault(code, among[code])  # a code may have checks of several subjects
         return check
 
@@ -308,22 +317,40 @@ def _zero(t: TensorMeasurement) -> str | None:
     return say("every value is 0") if t.total_filters and t.zero_filters == t.total_filters else None
 
 
+def _of_adapter(t: TensorMeasurement) -> bool:
+    """Whether it is a part or product of an adapter: B begins at 0, and rows that no gradient reaches stay there."""
+    return t.kind in (LOW_RANK, FACTOR)
+
+
 @rule("G102", WEIGHT_RULES)
 def _dead(t: TensorMeasurement) -> str | None:
     padding = t.zero_filters == 1 and not {PADDING, MAYBE_PADDING}.isdisjoint(t.notes)
-    if not t.zero_filters or t.zero_filters == t.total_filters or padding:
+    if not t.zero_filters or t.zero_filters == t.total_filters or padding or _of_adapter(t):
         return None
+    return zero_filters(t.zero_filters, t.total_filters, t.zero_indices)
+
+
+def zero_filters(count: int, total: int, first: Sequence[int]) -> str:
+    """How many of a tensor's filters are 0, and which; `first`: the first ones of them."""
     return say(
-        "{zero_filters} of {total_filters} filters {are} 0",
-        zero_filters=t.zero_filters,
-        total_filters=t.total_filters,
-        are=are(t.zero_filters),
+        "{zero_filters} of {total_filters} filters {are} 0: {named}",
+        zero_filters=count,
+        total_filters=total,
+        are=are(count),
+        named=named([str(i) for i in first], count),
     )
+
+
+def named(first: Sequence[str], count: int) -> Message:
+    """The first of so many filters, and the number of the others."""
+    shown = joined(first[:NAMED])
+    more = count - min(len(first), NAMED)
+    return say("{shown} and {more} more", shown=shown, more=more) if more > 0 else shown
 
 
 @rule("G103", WEIGHT_RULES)
 def _weak(t: TensorMeasurement) -> str | None:
-    if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4:
+    if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4 or _of_adapter(t):
         return None
     least, middle = t.norm_nonzero_min, t.norm_quantiles[2]
     return (
@@ -335,7 +362,7 @@ def _weak(t: TensorMeasurement) -> str | None:
 
 @rule("G104", WEIGHT_RULES)
 def _dominant(t: TensorMeasurement) -> str | None:
-    if t.norm_quantiles is None or t.total_filters < 8:
+    if t.norm_quantiles is None or t.total_filters < 8 or _of_adapter(t):
         return None
     middle, most = t.norm_quantiles[2], t.norm_quantiles[-1]
     return (
@@ -352,7 +379,7 @@ def _negative_variance(t: TensorMeasurement) -> str | None:
 
 def _not_like_random(t: TensorMeasurement) -> bool:
     """Whether its rows share directions by what it is: a fixed or constant table, a part or product of an adapter."""
-    return FIXED in t.notes or CONSTANT in t.notes or t.kind in (LOW_RANK, FACTOR)
+    return FIXED in t.notes or CONSTANT in t.notes or _of_adapter(t)
 
 
 @rule("G201", WEIGHT_RULES)
@@ -395,18 +422,29 @@ def _alike(t: TensorMeasurement) -> str | None:
     )
 
 
-@rule("G203", WEIGHT_RULES)
+@rule("G203", WEIGHT_RULES, harmless=lambda t: t.kind == TABLE)
 def _equal(t: TensorMeasurement) -> str | None:
-    total = t.total_filters * ((t.filters or 0) - 1) // 2
-    least = 1 - 1e-6  # cosines are computed in float32
-    if not t.closest or not t.dim or (t.coherence or 0) < least or expected_pairs_above(least, total, t.dim) > 1e-4:
+    if not t.proportional or not t.dim or _not_like_random(t):
         return None
-    if _not_like_random(t):
+    return equal_filters(t.proportional, len(t.proportional), t.total_filters, (t.filters or 0, t.dim))
+
+
+def equal_filters(copies: Sequence[tuple[int, int]], count: int, total: int, size: tuple[int, int]) -> str | None:
+    """How many filters are proportional to an earlier one, and which to which.
+
+    Args:
+        copies: the first of so many, each with the earlier one.
+        size: filters that are compared with each other, and their length: None is returned where random ones of this
+            size are proportional within the rounding of float32.
+    """
+    if not copies or expected_pairs_above(1 - ROUNDING, total * (size[0] - 1) // 2, size[1]) > 1e-4:
         return None
     return say(
-        "filters {closest} and {closest_2} are proportional: their absolute cosine is 1",
-        closest=t.closest[0],
-        closest_2=t.closest[1],
+        "{count} of {total} filters {are} proportional to an earlier one: {named}",
+        count=count,
+        total=total,
+        are=are(count),
+        named=named([say("{filter} to {earlier}", filter=one, earlier=other) for one, other in copies], count),
     )
 
 

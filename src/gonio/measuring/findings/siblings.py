@@ -7,13 +7,12 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gonio.measuring.reading.order import pattern_of
+from gonio.measuring.reading.order import families
 from gonio.messages import say
 
 FACTOR = 10.0  # of the norm from the median of the siblings
 DISTANCE = 8.0  # in units of the siblings' spread
 LEAST_SPREAD = 0.05  # of log norms: those of fresh layers are equal to a fraction of a per cent
-SIBLINGS = 3  # without a tensor itself
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,11 @@ def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, Amo
         >>> places(norms)["layers.3.down"].found
         'its norm is 100 times the median of its 5 siblings of other layers, 92.1 times their spread away'
     """
-    groups: dict[tuple[str, tuple[int, ...]], list[tuple[str, float]]] = {}
-    for name, shape, norm in norms:
-        if len(shape) > 1:
-            groups.setdefault((pattern_of(name), shape), []).append((name, norm))
+    known = {name: (shape, norm) for name, shape, norm in norms}
     return {
         name: place
-        for group in groups.values()
-        if len(group) > SIBLINGS
-        for (name, _), place in zip(group, _among([norm for _, norm in group]), strict=True)
+        for names in families({name: shape for name, (shape, _) in known.items()})
+        for name, place in zip(names, _among([known[name][1] for name in names]), strict=True)
     }
 
 

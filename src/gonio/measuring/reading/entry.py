@@ -221,7 +221,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _RECURRENT = re.compile(r"(.*?)weight_(ih|hh|hr)(_l\d+(?:_reverse)?)?")
-_KINDS = {2: "linear or embedding", 3: "1-d convolution", 4: "2-d convolution", 5: "3-d convolution"}
+TABLE = "linear or embedding"  # a matrix of a file that may be a table
+LINEAR = "linear"  # one with a bias, or with siblings in other layers
+_KINDS = {2: TABLE, 3: "1-d convolution", 4: "2-d convolution", 5: "3-d convolution"}
 _RAW = "a part of a parametrization that is not read"
 UNKNOWN = "not called a weight, so not read as filters"
 STACKED = "a stack of matrices"

@@ -22,7 +22,7 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named
 from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
 from gonio.measuring.reading.state_dicts import Opened, Problem
 
@@ -180,7 +180,7 @@ def _of_operator(operator: str, number: int, dims: tuple[int, ...], facts: dict[
 def _matrix(order: tuple[int, ...]) -> Axes:
     # One kind, because an embedding may be the matrix of the last layer too, with the same rows.
     notes = () if order == (0, 1) else ("stored with its inputs first",)
-    return Axes(order, "linear or embedding", Layout(), notes=notes)
+    return Axes(order, TABLE, Layout(), notes=notes)
 
 
 def open_onnx(path: Path) -> Opened:

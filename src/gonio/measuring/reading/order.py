@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from gonio.measuring.reading.entry import StoredTensor
 
+SIBLINGS = 3  # of one shape, and of one name up to numbers in it, that a matrix of a stack of layers has at least
 _NUMBER = re.compile(r"(\d+)")
 
 
@@ -32,6 +33,21 @@ def pattern_of(path: str) -> str:
         'model.layers.*.mlp.up_proj'
     """
     return _NUMBER.sub("*", path)
+
+
+def families(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """The matrices that repeat from layer to layer: at least four of one shape and one name up to numbers in it.
+
+    Example:
+        >>> from gonio.measuring.reading.order import families
+        >>> families({"embed": (9, 2)} | {f"layers.{i}.up": (4, 2) for i in range(4)})
+        [['layers.0.up', 'layers.1.up', 'layers.2.up', 'layers.3.up']]
+    """
+    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, shape in shapes.items():
+        if len(shape) > 1:
+            found.setdefault((pattern_of(name), shape), []).append(name)
+    return [names for names in found.values() if len(names) > SIBLINGS]
 
 
 def tells_depth(names: Sequence[str]) -> bool:

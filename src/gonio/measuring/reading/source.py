@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from gonio.errors import InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters
+from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
     FACTOR,
+    LINEAR,
+    TABLE,
     Axes,
     Shapes,
     StoredTensor,
@@ -37,7 +39,7 @@ from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.order import in_depth_order
+from gonio.measuring.reading.order import families, in_depth_order
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES
@@ -124,7 +126,9 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     if adapters:
         held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
         made += entries_of_adapters(adapters, held)
-    return Contents(made, opened.notes, tuple(adapters), opened.problems)
+    in_files = isinstance(source, (str, os.PathLike))
+    faults = faults_of(adapters, about if in_files else None) if adapters else []
+    return Contents(made, opened.notes, tuple(adapters), (*opened.problems, *faults))
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first = stores_inputs_first(shapes)
     read = {name: infer(name, shapes, inputs_first=inputs_first) for name in plainly if name not in weights}
+    layers = {name for names in families(shapes) for name in names} | {n for n in shapes if has_bias(n, shapes)}
     stacks = stacks_in(shapes, [name for name, (layout, *_) in read.items() if layout is None or untold(name, shapes)])
     for name, tensor in stored.items():
         weight = weights.get(name)
@@ -156,6 +161,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
             yield _by_axes(cleaned[name], tensor, tensor.axes)
         elif weight is None:
             layout, kind, reason, notes = read[name]
+            kind = LINEAR if kind == TABLE and name in layers else kind
             notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))

@@ -16,6 +16,7 @@ from gonio import escaping
 from gonio.errors import UnknownNameError, import_extra
 from gonio.escaping import csv_table, display_width, plain, printed, shorten
 from gonio.messages import LANGUAGES, Message, fixed, joined, local, say, tag
+from gonio.pages import made_by
 from gonio.pages.tables import bare_table, number
 
 Subject = TypeVar("Subject")
@@ -142,7 +143,7 @@ class PagedTable(Table[Row]):
         Args:
             command, date: shown on the page, so that the same can be measured again.
         """
-        return self._page(whole=True, made=(("Date", date), ("Command", command)))
+        return self._page(whole=True, made=made_by({}, command=command, date=date))
 
     def _repr_html_(self) -> str:
         return self._page(whole=False, made=())

@@ -1,0 +1,58 @@
+"""The notebook that installs gonio is that of the gallery and runs; the conda recipe requires what the wheel does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+import yaml
+
+import gonio
+from docs.pages import ROOT
+
+RECIPE = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CONDA = {"torch": "pytorch"}  # packages of another name
+
+
+def builder() -> Any:
+    spec = importlib.util.spec_from_file_location("build_notebook", ROOT / "docs" / "build_notebook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_notebook_is_that_of_the_gallery() -> None:
+    assert builder().main(["--check"]) == 0
+
+
+def test_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("agg")
+    content = json.loads((ROOT / "docs" / "examples" / "gonio.ipynb").read_text(encoding="utf-8"))
+    code = ["".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code"]
+    (tmp_path / "gonio-0.0.0-py3-none-any.whl").touch()
+    names: dict[str, Any] = {}
+    for cell in code:
+        exec("\n".join(line for line in cell.splitlines() if not line.startswith("%")), names)
+    assert names["wheel"] == "gonio-0.0.0-py3-none-any.whl"
+    assert "warn G102 conv2" in capsys.readouterr().out
+
+
+def test_the_recipe_has_the_version_and_the_requirements_of_the_wheel() -> None:
+    assert RECIPE["context"]["version"] == gonio.__version__
+    wanted = {f"python {PROJECT['requires-python']}"}
+    for each in PROJECT["dependencies"]:
+        name, _, least = each.partition(">=")
+        wanted.add(f"{CONDA.get(name, name)} >={least}")
+    assert set(RECIPE["requirements"]["run"]) == wanted
+    assert RECIPE["about"]["summary"] == PROJECT["description"]
+    (entry,) = (f"{name} = {where}" for name, where in PROJECT["scripts"].items())
+    assert RECIPE["build"]["python"]["entry_points"] == [entry]
