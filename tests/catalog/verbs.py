@@ -136,6 +136,13 @@ _RECIPE = {"name": "laws", "swap": [{"where": "type:BatchNorm2d", "use": "Switch
 
 VERBS = [
     _verb("init_", lambda m: S.init_(m, init.orthogonal_, gain=1.0), idempotent=True),
+    _verb(
+        "init_ depth_scaled",
+        lambda m: S.init_(m, init.xavier_, depth_scaled=S.anatomy(m, example=_tokens())),
+        model=_attention_network,
+        inputs=_tokens,
+        idempotent=True,
+    ),
     _verb("lsuv_", lambda m: S.lsuv_(m, _images()), idempotent=True),
     _verb("calibrate_", lambda m: S.calibrate_(m, [_images()]), idempotent=True),
     _verb("shrink_intruders_ all", lambda m: S.shrink_intruders_(m, m, k=99, threshold=2, factor=0), idempotent=True),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import foreign
 import gonio
 from catalog import VERBS, seeded
 from gonio import init
@@ -276,3 +277,55 @@ def test_deep_tanh_networks_keep_signals_apart() -> None:
     kept = common()
     gonio.init_(model, gonio.init.orthogonal_, gain=1.0)
     assert common() < 0.1 < kept
+
+
+# --- depth ------------------------------------------------------------------------------------------------------------
+
+
+def _stream_grows(model: nn.Module) -> float:
+    """By what factor the blocks of a ByteTransformer raise the variance of the residual stream."""
+    seen: list[Tensor] = []
+    hooks = [block.register_forward_hook(lambda _, args, out: seen.extend((args[0], out))) for block in model.blocks]
+    with torch.no_grad():
+        model(torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0)))
+    for hook in hooks:
+        hook.remove()
+    return float(seen[-1].var() / seen[0].var())
+
+
+def test_layers_that_add_to_the_stream_are_divided_by_the_root_of_their_number() -> None:
+    model = gonio.models.ByteTransformer(width=32, heads=2, depth=8)
+    found = gonio.surgery.anatomy(model)
+    gonio.init_(model, init.xavier_, seed=1)
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    unscaled = _stream_grows(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    edited = gonio.init_(model, init.xavier_, seed=1, depth_scaled=found)
+    scaled = {f"blocks.{i}.{layer}.weight" for i in range(8) for layer in ("out", "down")}
+    for name, p in model.named_parameters():
+        assert torch.allclose(p, plain[name] / 4 if name in scaled else plain[name], rtol=1e-6, atol=0), name
+    assert "blocks.0.out  xavier_() / √16" in str(edited).replace("   ", "  ")
+    assert _stream_grows(model) < unscaled / 4
+    edited.undo_()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_number_of_blocks_is_that_of_gpt2() -> None:
+    transformers = foreign.transformers()
+    config = transformers.GPT2Config(vocab_size=24, n_positions=32, n_embd=16, n_layer=3, n_head=2,
+                                     bos_token_id=0, eos_token_id=0)  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(24, (2, 8), generator=torch.Generator().manual_seed(0))
+    edited = gonio.init_(
+        model, init.xavier_, where="*c_proj", depth_scaled=gonio.surgery.anatomy(model, example=tokens)
+    )
+    assert len(edited.changes) == 6
+    assert all(f"/ √{2 * config.n_layer}" in change.what for change in edited.changes)
+
+
+def test_depth_needs_the_anatomy_of_the_model_and_a_layer_that_adds() -> None:
+    model, other = (gonio.models.ByteTransformer(width=16, heads=2, depth=depth) for depth in (1, 2))
+    with pytest.raises(InvalidArgumentError, match=r"takes the anatomy of this model; found a blocks\.1\.down\.weight"):
+        gonio.init_(model, init.xavier_, depth_scaled=gonio.surgery.anatomy(other))
+    with pytest.raises(InvalidArgumentError, match=r"divides layers that add to the stream; found none chosen"):
+        gonio.init_(model, init.xavier_, where="*up", depth_scaled=gonio.surgery.anatomy(model))

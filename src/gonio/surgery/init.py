@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Site, Where, left_out, select
-from gonio.editing.wrapping import refuse_flat_shards
+from gonio.editing.wrapping import refuse_flat_shards, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view
@@ -22,6 +22,7 @@ from gonio.init.gain import KINDS, gain
 from gonio.init.variance import write_
 from gonio.messages import joined, say
 from gonio.seeding import generator
+from gonio.surgery.blocks import Anatomy
 from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import activation_after
 
@@ -34,6 +35,7 @@ def init_(
     tensor: str = "weight",
     bias: float | Literal["keep"] = 0.0,
     seed: int = 0,
+    depth_scaled: Anatomy | None = None,
     **options: Any,
 ) -> Edited:
     r"""Initialise a weight of every chosen layer in place, and set its bias to 0.
@@ -55,11 +57,15 @@ def init_(
         bias: the value of each entry of the bias that belongs to the weight, `bias` for `weight` and `bias_hh_l0` for
             `weight_hh_l0`; "keep" to leave it as it is. Random biases, torch's default, are the same for all inputs:
             of 50 linear layers they make a fifth of the output.
+        depth_scaled: what :func:`gonio.surgery.anatomy` has found in the model. Then the weights of layers that add
+            to the residual stream, the outputs of attention and of MLPs, are divided by √N for N such blocks, so that
+            the variance of the stream does not grow with the depth, as in GPT-2 [1].
         options: arguments of the function, e.g. `gain="relu"`.
 
     Raises:
         NoMatchError: if `where` selects no layer with such a weight matrix.
-        InvalidArgumentError: if `function` is no such function, or does not take an option.
+        InvalidArgumentError: if `function` is no such function, or does not take an option; if `depth_scaled` is of
+            another model, or none of its layers is chosen.
         NotApplicableError: if the function gives values that are not finite, or the model is in FSDP 1.
 
     Example:
@@ -70,6 +76,8 @@ def init_(
           2  orthogonal_(gain=1.0), bias 0
         >>> torch.allclose(model[0].weight @ model[0].weight.T, torch.eye(8), atol=1e-5)
         True
+
+    References: [1] A. Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.3.
     """
     check_function("init_", function, options)
     refuse_flat_shards(model, "init_")
@@ -80,6 +88,10 @@ def init_(
     asked = options.get("gain", "trains")
     traced = "gain" in inspect.signature(function).parameters and asked in KINDS and tensor == "weight"
     gains = activation_after(model) if traced else {}
+    adding, blocks = _adding(model, depth_scaled)
+    if depth_scaled is not None and not any(id(site.module.get_parameter(tensor)) in adding for site in found):
+        do = "Select outputs of attention or of MLPs, or leave depth_scaled out."
+        raise InvalidArgumentError("init_(depth_scaled=) divides layers that add to the stream", "none chosen", do)
     with Edit(model, "init_") as edit:
         if traced and any(site.path not in gains for site in found):
             edit.note(say("the function's own gain where the following activation is not known"))
@@ -97,14 +109,30 @@ def init_(
             if site.path in gains:
                 shown["gain"] = gains[site.path] if asked == "trains" else f"{asked} of {gains[site.path]}"
                 own["gain"] = gain(gains[site.path], asked)
-            edit.set_data_(weight, _drawn(site, tensor, function, seed, own))
+            value = _drawn(site, tensor, function, seed, own)
+            edit.set_data_(weight, value / blocks**0.5 if id(weight) in adding else value)
             call = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in shown.items())})"
+            call += f" / √{blocks}" if id(weight) in adding else ""
             call = call if tensor == "weight" else f"{tensor}: {call}"
             edit.changed(site.path, joined([call, _set_bias_(edit, site, tensor, bias, done)], ""))
         edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
         if tensor == "weight" and where is None:
             _note_further_matrices(edit)
     return edit.done()
+
+
+def _adding(model: nn.Module, found: Anatomy | None) -> tuple[set[int], int]:
+    """The weights of layers that add to the residual stream, and the number of blocks that they end."""
+    if found is None:
+        return set(), 0
+    parameters = dict(unwrapped(model).named_parameters())
+    names = {part.tensor for block in found.attention for part in block.output} | {
+        mlp.down.tensor for mlp in found.mlps
+    }
+    if unknown := sorted(names - parameters.keys()):
+        do = "Pass gonio.surgery.anatomy(model)."
+        raise InvalidArgumentError("init_(depth_scaled=) takes the anatomy of this model", f"a {unknown[0]}", do)
+    return {id(parameters[name]) for name in names}, len(found.attention) + len(found.mlps)
 
 
 def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep"], done: set[int]) -> str:
