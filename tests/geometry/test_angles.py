@@ -196,3 +196,14 @@ def test_compiles_to_one_graph() -> None:
     for function in (cosines, angles, alignment):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(matrix), function(matrix), **exact(torch.float32))
+
+
+def test_a_narrow_filter_counts_as_zero_below_what_its_dtype_resolves() -> None:
+    """Else the gradient, of size 1/‖w‖, overflows in float16; the same numbers in float32 are no zero filter."""
+    narrow = torch.tensor([[1.0, 0.0], [3e-5, 0.0]], dtype=torch.float16, requires_grad=True)
+    for dtype, zero in ((torch.float16, True), (torch.float32, False)):
+        x = narrow.detach().to(dtype).requires_grad_()
+        for found in (cosines(x)[0, 1], angle_between(x[0], x[1]).cos()):
+            assert found.item() == pytest.approx(0.0 if zero else 1.0, abs=1e-6)
+            (gradient,) = torch.autograd.grad(found, x)
+            assert gradient.isfinite().all()

@@ -31,6 +31,11 @@ def fields(function: Callable[[Tensor], Any], *names: str) -> Function:
     return lambda x: [getattr(function(x), name) for name in names]
 
 
+def bound(function: Callable[[Tensor], Any]) -> Function:
+    """An upper bound may be infinite, and is a number."""
+    return lambda x: [1 / (1 + torch.as_tensor(function(x)))]
+
+
 DEFECTS = ("entrywise", "frobenius", "spectral")
 
 
@@ -89,9 +94,15 @@ WITHOUT_GRADIENT: dict[str, Function] = {
     "top_subspace": lambda x: fields(partial(geometry.top_subspace, k=min(x.shape)), "left", "values", "right")(x),
     "principal_angles": lambda x: one(geometry.principal_angles, x.flip(0)[:, : len(x)])(x[:, : len(x)]),
     "intruder_dimensions": lambda x: fields(partial(geometry.intruder_dimensions, x.flip(0), k=1), "cosines")(x),
+    "fake_quantize": one(geometry.fake_quantize, bits=4),
+    "quantization_error": lambda x: [torch.tensor(geometry.quantization_error(x, bits=4))],
+    "operator_norm_bound": bound(geometry.operator_norm_bound),
+    "nonnegative_norm": bound(lambda x: geometry.nonnegative_norm(lambda v: v @ x.double().abs().mT, x[0])),
+    "logit_bound": bound(lambda x: geometry.logit_bound(x[None], x.flip(0)[None])),
     "match": lambda x: fields(partial(geometry.match, x.flip(0)), "cosines")(x),
 }
 OF_ONE_MATRIX = {"least_scale", "scale_imbalance", "near_duplicates"}
+OF_ONE_MATRIX |= {"fake_quantize", "quantization_error", "operator_norm_bound", "nonnegative_norm", "logit_bound"}
 OF_ONE_MATRIX |= {"top_subspace", "principal_angles", "intruder_dimensions", "match"}
 OF_CONVOLUTIONS = {
     "conv_spectral_norm": lambda w, size, layout: geometry.conv_spectral_norm(w, size, layout=layout),

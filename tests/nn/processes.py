@@ -73,9 +73,9 @@ def grouped(name: str, group: dist.ProcessGroup | None, rank: int) -> Tensor:
 def _network() -> nn.Module:
     torch.manual_seed(0)
     first = gnn.DecoupledConv2d(3, 4, 3, padding=1, magnitude=magnitude.Tanh(learn_radius=True))
-    model = nn.Sequential(first, gnn.SwitchableNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1))
-    P.attach(model[3], "weight", P.SpectralNorm())
-    return model.double()
+    model = nn.Sequential(first, gnn.SwitchableNorm2d(4), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    P.attach(model[3], "weight", P.SpectralNorm())  # before .double(), the first vectors would be those of float32
+    return model
 
 
 def one_forward(model: nn.Module, rows: slice) -> Tensor:

@@ -173,10 +173,14 @@ def as_matrices(x: Array, function: str, *, stacks: bool = True) -> Tensor:
 
 
 def in_range(x: Tensor, dim: int = -1) -> Tensor:
-    """Vectors along `dim` in float32 at least; those with squares that overflow are divided by their largest entry."""
-    x = widen(x)
-    if not x.numel() or not ordinary_eager(x):
+    """Vectors along `dim`; those with squares that overflow in float32 are divided by their largest entry.
+
+    The dtype stays where no entry is so large, because it says which vectors count as zero.
+    """
+    x = as_real(x)
+    if torch.finfo(x.dtype).max < LARGE or not x.numel() or not ordinary_eager(x):
         return x
+    x = widen(x)
     largest = x.detach().abs().amax(dim, keepdim=True)
     large = (largest > LARGE) & largest.isfinite()
     if x.is_cpu and not bool(large.any()):  # reading the answer would wait for another device
