@@ -23,6 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 project, author, copyright = "gonio", "The authors of gonio", "2026, the authors of gonio"
 release = version = installed_version("gonio")
 
+exclude_patterns = ["examples/*.ipynb"]  # for Colab; offered as a file
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme, html_title, html_math_renderer = "furo", f"gonio {release}", "mathml"
 html_extra_path, html_static_path = ["llms.txt", "schemas"], ["_static"]
