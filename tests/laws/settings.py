@@ -80,7 +80,8 @@ assert len(SUBJECTS) == len({row_of(c.name) for c in (*LAYERS, *PARAMETRIZATIONS
 
 
 def loss_of(output: Tensor) -> Tensor:
-    return (output * torch.linspace(0.5, 1.5, output[0].numel()).view(output.shape[1:])).square().mean()
+    factors = torch.linspace(0.5, 1.5, output[0].numel(), device=output.device).view(output.shape[1:])
+    return (output * factors).square().mean()
 
 
 def step(model: Forward, x: Tensor, penalty: Callable[[], Tensor] | None, optimizer: torch.optim.Optimizer) -> None:

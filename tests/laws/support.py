@@ -153,7 +153,7 @@ def reloaded(value: Any, *, weights_only: bool = True) -> Any:
 
 def differentiate(output: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The gradient of a fixed random combination of `output` with respect to each tensor."""
-    cotangent = seeded(*output.shape, seed=7, dtype=output.dtype)
+    cotangent = seeded(*output.shape, seed=7, dtype=output.dtype).to(output.device)
     grads = torch.autograd.grad((output * cotangent).sum(), tensors, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, tensors, strict=True)]
 
