@@ -222,6 +222,8 @@ def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
 def call(model: nn.Module, example: Any) -> Any:
     """Call a model on a tensor, a tuple of arguments, a dict of keyword arguments or a list, as a DataLoader yields it.
 
+    Where all parameters are on one device, the tensors of the example are moved to it.
+
     Of a list, or of a tuple of more arguments than there are, which may end in labels, the model gets as many entries
     as its forward needs.
 
@@ -230,6 +232,9 @@ def call(model: nn.Module, example: Any) -> Any:
     if isinstance(example, DataLoader):
         do = "Pass one batch: next(iter(loader))."
         raise InvalidArgumentError("a model is called on one batch", "a DataLoader", do)
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) == 1 and not (device := devices.pop()).type == "meta":
+        example = moved_to(example, device)
     if isinstance(example, (list, tuple)) and example:
         parameters = [*inspect.signature(unwrapped(model).forward).parameters.values()]
         places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -241,6 +246,23 @@ def call(model: nn.Module, example: Any) -> Any:
     if isinstance(example, tuple):
         return model(*example)
     return model(example)
+
+
+def moved_to(example: Any, device: torch.device) -> Any:
+    """The example with its tensors on a device: those in tuples, lists and mappings too.
+
+    Example:
+        >>> from gonio.surgery.equivalent import moved_to
+        >>> moved_to({"x": torch.ones(1), "n": [2]}, torch.device("cpu"))
+        {'x': tensor([1.]), 'n': [2]}
+    """
+    if isinstance(example, Tensor):
+        return example.to(device)
+    if isinstance(example, Mapping):
+        return {key: moved_to(value, device) for key, value in example.items()}
+    if type(example) in (list, tuple):
+        return type(example)(moved_to(value, device) for value in example)
+    return example
 
 
 # --- the check of an edit ------------------------------------------------------------------------------
