@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def _methods(found: dict[str, ClaimResult]) -> str:
 
 def _intro(seed: str, versions: dict[str, str]) -> list[str]:
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
-    made = f"Every figure is a row of `benchmarks/results/claims`, made on two cores of a CPU with {used}."
+    made = f"Every figure is a row of `benchmarks/results/claims`, made on two cores of a CPU with {used}, "
+    made += "but for claims that name a GPU."
     return [f"{_source(seed)} {made}", *(("", _NOTES[seed]) if seed in _NOTES else ())]
 
 
@@ -151,6 +153,7 @@ def _section(claim: Claim, one: ClaimResult | None) -> list[str]:
             "",
             f"- Tested: {contrast_text(one.contrast)}. {one.measured} {claimed_text(claim)}",
             f"- Cost: {cost_text(one)}.",
+            *([f"- Computed on {_computed(one.versions)}."] if "device" in one.versions else []),
         ]
     else:
         lines += ["", claim.not_tried or f"{claimed_text(claim)} The experiment was planned anew and has not run yet."]
@@ -260,6 +263,12 @@ def _other_seeds() -> list[str]:
     return lines
 
 
+def _computed(versions: Mapping[str, str]) -> str:
+    """The GPU of a claim's runs and their packages."""
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "device")
+    return f"one {versions['device']}, with {packages}"
+
+
 def _joined(one: dict[str, str], other: dict[str, str]) -> dict[str, str] | None:
     """The versions of both, of which only gonio's may differ; None if another one does."""
     if {**one, "gonio": ""} != {**other, "gonio": ""}:
@@ -274,10 +283,12 @@ def add(paths: list[Path]) -> None:
     versions = whole.versions if of else None
     for path in paths:
         new = from_data(json.loads(path.read_text(encoding="utf-8")))
+        of |= {one.claim.name: one for one in new.results}
+        if all("device" in one.versions for one in new.results):  # the page of such a claim names its packages
+            continue
         versions = _joined(dict(versions or new.versions), dict(new.versions))
         if versions is None:
             sys.exit(f"{path} was made with other packages, {new.versions}: run the whole catalogue")
-        of |= {one.claim.name: one for one in new.results}
     kept = tuple(of[claim.name] for claim in load_claims() if claim.name in of)
     together = replace(whole, results=kept, versions=versions or {}, command="gonio reproduce --full")
     RESULTS.write_text(claims_json(from_data(as_data(together))) + "\n", encoding="utf-8")

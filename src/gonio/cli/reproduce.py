@@ -41,7 +41,13 @@ _FirstSeed = Annotated[
     int, typer.Option("--first-seed", help="First seed. Choose new seeds to repeat independently.", min=0, max=2**62)
 ]
 _Jobs = Annotated[
-    int | None, typer.Option("--jobs", help="Runs at the same time; default: one per core.", min=1, metavar="J")
+    int | None,
+    typer.Option(
+        "--jobs", help="Runs at the same time, on each GPU; default: one per core or GPU.", min=1, metavar="J"
+    ),
+]
+_Device = Annotated[
+    str, typer.Option("--device", help="What the runs compute on: cpu, cuda, cuda:N or mps.", metavar="DEVICE")
 ]
 _Task = Annotated[str | None, typer.Option("--task", help="Your own task, as for gonio compare.", metavar="TASK")]
 _Model = Annotated[str | None, typer.Option("--model", help=f"{options.MODEL_HELP}.", metavar="MODEL")]
@@ -63,6 +69,7 @@ def reproduce(
     seeds: _Seeds = None,
     first_seed: _FirstSeed = 0,
     jobs: _Jobs = None,
+    device: _Device = "cpu",
     task: _Task = None,
     model: _Model = None,
     data: _Data = None,
@@ -82,7 +89,9 @@ def reproduce(
         _list([*claims, *load_claims(shipped_names())] if shipped_names() and not names else claims)
         return
     claims = [claim for claim in claims if names or full or claim.budget == "quick"]
-    chosen = ClaimOptions(full=full, seeds=seeds, first_seed=first_seed, task=task, model=model, data=data)
+    chosen = ClaimOptions(
+        full=full, seeds=seeds, first_seed=first_seed, device=device, task=task, model=model, data=data
+    )
     if dry_run:
         _show_plans(claims, chosen, jobs)
         return
@@ -104,7 +113,8 @@ def _list(claims: Sequence[Claim]) -> None:
 def _command(names: Sequence[str], chosen: ClaimOptions, output: Path) -> str:
     """The command that repeats the run: everything but defaults and settings of this machine."""
     words = ["gonio", "reproduce", *names, *(["--full"] if chosen.full else [])]
-    named = {"--task": chosen.task, "--model": chosen.model, "--data": chosen.data}
+    named = {"--device": None if chosen.device == "cpu" else chosen.device}
+    named |= {"--task": chosen.task, "--model": chosen.model, "--data": chosen.data}
     numbers = {"--seeds": chosen.seeds, "--first-seed": chosen.first_seed}
     for option, value in {**named, **numbers, "-o": output if output != _FOLDER else None}.items():
         words += [option, str(value)] if value else []

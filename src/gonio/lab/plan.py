@@ -11,6 +11,7 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
+import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 from torch import nn
 
@@ -351,13 +352,15 @@ def _adapter() -> TypeAdapter[StudyPlan]:
 
 
 def installed_versions() -> Mapping[str, str]:
-    """Versions of Python and of the packages that results depend on."""
+    """Versions of Python and of the packages that results depend on, and the GPU if this process computes on one."""
     found = {"python": platform.python_version()}
     for package in ("gonio", "torch", "numpy", "scipy", "scikit-learn"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
+    if torch.cuda.is_initialized():
+        found["device"] = torch.cuda.get_device_name()
     return found
 
 

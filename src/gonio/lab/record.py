@@ -146,7 +146,7 @@ def filter_summary(model: nn.Module) -> dict[str, Any]:
     """
     return {
         "layers": {
-            path: _summary_of(module.weight, matrix_view(module.weight, layout_of(module)).double())
+            path: _summary_of(module.weight, matrix_view(module.weight, layout_of(module)).double().cpu())
             for path, module in model.named_modules()
             if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
         },

@@ -19,6 +19,7 @@ from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
 from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, installed_versions, seeds_of
 from gonio.lab.record import RunRecord
+from gonio.lab.running.engines import Devices, Local
 from gonio.lab.running.measures import spec_of
 from gonio.lab.running.scheduler import Quiet, Watcher, run
 from gonio.lab.running.study import Study
@@ -49,12 +50,14 @@ class ClaimOptions:
         full: the full experiment, not the quick one.
         seeds: number of seeds; None: the claim's own, at least 12 in the full experiment.
         first_seed: the first of them.
+        device: what the runs compute on: `cpu`, `cuda`, `cuda:N` or `mps`.
         task, model: in place of the claim's own. data: folder or file of the task's data, where it is no built-in one.
     """
 
     full: bool = False
     seeds: int | None = None
     first_seed: int = 0
+    device: str = "cpu"
     task: str | None = None
     model: str | None = None
     data: str | None = None
@@ -102,6 +105,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         # the better scores are those of the measure where it says so, else those that confirm the claim
         direction=measured.better or ("min" if claim.direction == "smaller" else "max"),
         unit=measured.unit,
+        device=options.device.partition(":")[0],
         splits={name: len(split) for name, split in task.splits.items()},
         data=task.digest(),
         sesoi=claim.sesoi,
@@ -122,7 +126,8 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
 
 def _command(claim: Claim, options: ClaimOptions) -> str:
     """The command that repeats the claim, with all that was replaced."""
-    named = {"--task": options.task, "--model": options.model}
+    named = {"--device": None if options.device == "cpu" else options.device}
+    named |= {"--task": options.task, "--model": options.model}
     numbers = {"--seeds": options.seeds, "--first-seed": options.first_seed or None}
     words = [
         word for option, value in {**named, **numbers}.items() if value is not None for word in (option, str(value))
@@ -162,9 +167,10 @@ def try_claims(
     A study that was killed goes on where it stopped; one that is complete runs nothing.
 
     Args:
-        jobs: runs at a time; None is one per core.
+        jobs: runs at a time; None is one per core, or one per GPU.
 
     Raises:
+        InvalidArgumentError: there is no such device on this machine.
         PlanChangedError: the folder holds another study of the claim.
         StudyLockedError: another process is running it.
         Interrupted: SIGTERM arrived; the finished runs are kept.
@@ -184,7 +190,8 @@ def try_claims(
         if claim.name in plans:
             watcher.stage(f"{claim.name}: {claim.claim}")
             _remember(claim, Path(folder) / claim.name, options)
-            run(plans[claim.name], Path(folder) / claim.name, jobs=jobs, watcher=watcher)
+            engine = Local(jobs, Devices.named(options.device))
+            run(plans[claim.name], Path(folder) / claim.name, engine=engine, watcher=watcher)
     found = judge_claims(claims, folder, full=options.full, command=command)
     return replace(found, results=tuple(replace(one, own=_own(options)) if one.plan else one for one in found.results))
 
@@ -269,8 +276,15 @@ def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
         refused=sum(record.refused for record in runs),
         diverged=statuses.count("diverged"),
         histograms=_histograms(setting, runs) if claim.picture == "angles" else {},
+        versions=_joined(study.used()),
         command=plan.command,
     )
+
+
+def _joined(used: Sequence[dict[str, str]]) -> dict[str, str]:
+    """The versions of all runs, by package."""
+    names = dict.fromkeys(name for versions in used for name in versions)
+    return {name: " and ".join(dict.fromkeys(of[name] for of in used if name in of)) for name in names}
 
 
 def _numbers(plan: StudyPlan, runs: Sequence[RunRecord]) -> Runs:

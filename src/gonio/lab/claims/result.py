@@ -37,6 +37,7 @@ class ClaimResult:
         refused: how many of the failed ones gonio refused.
         seconds: CPU seconds of all runs. planned: how many runs there are.
         histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
+        versions: of the packages of the runs, and `device`, the GPU that they computed on.
         command: repeats the claim. own: `task` and `model` of the user, where they replaced the claim's.
     """
 
@@ -54,6 +55,7 @@ class ClaimResult:
     refused: int = 0
     diverged: int = 0
     histograms: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     own: Mapping[str, str] = field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from gonio.execution import device_of
 from gonio.lab.judging.results import CostRow
 from gonio.lab.plan import RecipeEntry, StudyPlan
 from gonio.lab.running.training import TrainingStep, batches, build, make_optimizer, prepare_process
@@ -85,6 +86,7 @@ def training_step(plan: StudyPlan, task: Task, entry: RecipeEntry) -> Callable[[
     """A function that runs one training step of a warmed-up model of the recipe."""
     seed, training = plan.seeds[0], plan.training_of(entry)
     model, applied, _ = build(plan, task, entry, seed)
+    task = task.on(device_of(model))
     taken = TrainingStep(model, task, training, applied.penalty, hold=applied.hold_)
     batch = next(batches(task, training.batch_size, seed=seed, epoch=0, training=training))
     model.train()

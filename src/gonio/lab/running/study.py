@@ -193,12 +193,15 @@ class Study:
             MissingExtraError: scipy is not installed.
         """
         costs = _rows(self.path, "costs")[0]
-        used = [json.loads(text) for text in dict.fromkeys(row[-1] for row in _rows(self.path, "runs")[0])]
         runs = self.runs()
         self._look(sum(run.status != "failed" for run in runs))
-        found = summarise(self.plan, runs, costs, used, self.looks())
+        found = summarise(self.plan, runs, costs, self.used(), self.looks())
         damaged = [f"Damaged in {DATABASE} and left out: {name}." for name in self.damaged()]
         return replace(found, tuning=self.trials.summary(), notes=(*found.notes, *damaged))
+
+    def used(self) -> list[dict[str, str]]:
+        """The distinct versions of the runs, in their order."""
+        return [json.loads(text) for text in dict.fromkeys(row[-1] for row in _rows(self.path, "runs")[0])]
 
     def looks(self) -> tuple[int, ...]:
         """Number of finished runs at each look at new results."""

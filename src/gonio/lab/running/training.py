@@ -59,6 +59,8 @@ def prepare_process(device: str = "cpu") -> None:
     torch.set_num_threads(1)  # sums are split by thread, so their last bits depend on the count
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses deterministic algorithms
     torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
+    # else each new tensor is filled first
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
@@ -124,6 +126,7 @@ def fit(
         hold: is given the optimizer before its schedule is built, e.g. `applied.hold_` of a recipe.
         workers: processes that load the items of a data set.
     """
+    task = task.on(device_of(model))
     step = TrainingStep(model, task, training, penalty, hold=hold)
     average = Average(model, training.ema)
     schedule = make_schedule(step.optimizer, training, _steps(task, training))
@@ -340,7 +343,7 @@ def metrics_on(
     model.eval()
     device = device_of(model)
     pairs = [
-        (task.outputs(model, inputs.to(device)).cpu(), targets)
+        (task.outputs(model, inputs.to(device)).cpu(), targets.cpu())
         for inputs, targets in split.in_order(_EVALUATION_BATCH, workers=workers)
     ]
     outputs, targets = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
@@ -465,12 +468,12 @@ def _untrained(plan: StudyPlan, entry: RecipeEntry, record: RunRecord) -> tuple[
 
 
 def _measured(plan: StudyPlan, entry: RecipeEntry, model: nn.Module, task: Task, record: RunRecord) -> RunRecord:
-    """The record with the number of the plan's measure as its score."""
+    """The record with the number of the plan's measure, taken on the CPU, as its score."""
     if plan.measure is None or record.status != "finished":
         return record
     measure = replace(plan.measure, options={**plan.measure.options, **entry.setting.get("measure", {})})
     seed = plan.seed_of(entry, record.seed)
-    run = FinishedRun(model, task, plan.training_of(entry), seed, record.curve, record.robustness)
+    run = FinishedRun(model.cpu(), task, plan.training_of(entry), seed, record.curve, record.robustness)
     score = spec_of(measure).function(run, **measure.options)
     if not math.isfinite(score):
         return replace(record, status="diverged", score=None, error=f"its {measure.name} is {score}")

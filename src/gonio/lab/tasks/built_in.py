@@ -18,7 +18,14 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.images import cifar10, fashion_mnist, fashion_mnist_full, image_folder, torchvision_dataset
+from gonio.lab.tasks.images import (
+    cifar10,
+    fashion_mnist,
+    fashion_mnist_full,
+    image_folder,
+    moved,
+    torchvision_dataset,
+)
 from gonio.lab.tasks.task import Metric, Split, Task, stratified
 from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
@@ -149,13 +156,7 @@ def shifted(images: Tensor, generator: Generator) -> Tensor:
     Shape:
         - ``images``: (N, C, H, W); output: the same.
     """
-    count, _, height, width = images.shape
-    padded = F.pad(images, (1, 1, 1, 1))
-    down, right = torch.randint(0, 3, (2, count), generator=generator)
-    rows = down[:, None] + torch.arange(height)
-    columns = right[:, None] + torch.arange(width)
-    which = torch.arange(count)[:, None, None]
-    return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+    return moved(images, 1, generator)
 
 
 # --- points ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,7 @@ from gonio.system import loader_context
 
 Batch = tuple[Tensor, Tensor]
 Augment = Callable[[Tensor, Generator], Tensor]
+_RESIDENT = 0.05  # of a device's memory, for the examples of one run; several may share the device
 _SAMPLED = 64  # items of a data set that its digest covers
 
 
@@ -93,7 +94,7 @@ class Split:
         self, size: int, *, seed: int, epoch: int, smallest: int, augment: Augment | None, workers: int
     ) -> Iterator[Batch]:
         """One epoch of training in batches of `size`; a last one with less than `smallest` examples is left out."""
-        order = shuffled_order(len(self), seed, epoch)
+        order = shuffled_order(len(self), seed, epoch).to(self.inputs.device)
         inputs, targets = self.take(order)  # type: ignore[arg-type]
         if augment is not None:
             inputs = augment(inputs, generator(seed, "augment", epoch))
@@ -111,6 +112,10 @@ class Split:
     def take(self, indices: Sequence[int]) -> Batch:
         """The examples with these indices."""
         return self.inputs[indices], self.targets[indices]
+
+    def to(self, device: torch.device) -> Split:
+        """The same examples on a device."""
+        return Split(self.inputs.to(device), self.targets.to(device))
 
     def numbers(self) -> Iterator[tuple[str, bytes]]:
         """What the digest of the data covers: every number."""
@@ -258,6 +263,15 @@ class LoaderSet(_Unloaded):
         if loader.num_workers and loader.multiprocessing_context is None:
             loader.multiprocessing_context = loader_context()
         return loader
+
+
+def _same_there(augment: Augment, inputs: Tensor, device: torch.device) -> bool:
+    """Whether an augmentation gives the same for inputs on a device, where its generator stays one of the CPU."""
+    try:
+        found = augment(inputs.to(device), generator(0, "augment", 0))
+    except (RuntimeError, TypeError, ValueError):  # it mixes tensors of the CPU with its inputs, say
+        return False
+    return found.device.type == device.type and torch.equal(found.cpu(), augment(inputs, generator(0, "augment", 0)))
 
 
 def examples_of(source: Any) -> Examples:
@@ -466,6 +480,21 @@ class Task:
     def splits(self) -> Mapping[str, Examples]:
         """The three splits by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    def on(self, device: torch.device) -> Task:
+        """The task with the training and validation examples on a device, if they fit and batches stay the same there.
+
+        They are batches of the CPU, which are then copied step by step, where a split is not in memory, takes more
+        than a share of the device's memory, or where `augment` does not give the same on the device.
+        """
+        if device.type == "cpu" or not isinstance(self.train, Split) or not isinstance(self.validation, Split):
+            return self
+        size = sum(x.nbytes for split in (self.train, self.validation) for x in (split.inputs, split.targets))
+        if device.type == "cuda" and size > _RESIDENT * torch.cuda.get_device_properties(device).total_memory:
+            return self
+        if self.augment is not None and not _same_there(self.augment, self.train.take(range(2))[0], device):
+            return self
+        return replace(self, train=self.train.to(device), validation=self.validation.to(device))
 
     def outputs(self, model: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         """The model's outputs for inputs in their own unit, standardised if the task says so.
