@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import gonio
 from catalog import REGULARIZERS, RegularizerCase, seeded
 from gonio import parametrizations as P
+from laws.elsewhere_work import WORK
 from laws.settings import SUBJECTS, Subject, loss_of, step
 from laws.support import (
     FULL,
@@ -32,6 +33,7 @@ from laws.support import (
     run,
     trainable,
 )
+from laws.test_elsewhere import assert_same
 from tolerances import close
 
 STEPS = 3
@@ -202,3 +204,10 @@ def test_a_measurement_and_a_tracker() -> None:
     found = gonio.measure(model.to("cuda")).to_dict()
     assert expected.keys() == found.keys()
     gonio.Tracker(model).step(0)
+
+
+@marked
+@pytest.mark.parametrize("name", WORK)
+def test_verbs_measurements_and_runs(name: str) -> None:
+    """What the law of the second device compares, with a real one."""
+    assert_same(WORK[name]("cpu"), WORK[name]("cuda"), name)
