@@ -257,8 +257,8 @@ def test_a_check_is_shown_in_chinese_and_exported_in_english() -> None:
         shown, page = str(found), found._repr_html_()
         assert found.to_json() == english
         assert str(before).startswith("完好：5 个张量都在，每个值都有限。")
-    assert "已损坏：1 个错误、2 个警告。" in shown
-    for sentence in ("4096 个数中有 1 个为 NaN 或无穷大，第一个在 [2, 7]", "第 3 行为 0", "它的值改变了"):
+    assert "已损坏：1 个错误、3 个警告。" in shown
+    for sentence in ("4096 个数中有 1 个为 NaN 或无穷大，第一个在 [2, 7]", "64 个卷积核中有 1 个为 0：3", "它的值改变了"):
         assert sentence in shown
         assert sentence in page
     assert not is_chinese(str(found))

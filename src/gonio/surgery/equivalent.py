@@ -233,7 +233,7 @@ def call(model: nn.Module, example: Any) -> Any:
         do = "Pass one batch: next(iter(loader))."
         raise InvalidArgumentError("a model is called on one batch", "a DataLoader", do)
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) == 1 and not (device := devices.pop()).type == "meta":
+    if len(devices) == 1 and (device := devices.pop()).type != "meta":
         example = moved_to(example, device)
     if isinstance(example, (list, tuple)) and example:
         parameters = [*inspect.signature(unwrapped(model).forward).parameters.values()]

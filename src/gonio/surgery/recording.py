@@ -185,7 +185,8 @@ class Recorder(Products):
         if self._paused:
             return out
         operands = tensors_of(args, kwargs)
-        self._uses(operands)
+        if name != "__get__" or isinstance(out, Tensor):  # what asks for a shape or a device uses no value
+            self._uses(operands)
         if name == "topk":
             self.run.chosen.append((self.stack[-1], operands[0]))
         elif isinstance(out, Tensor) and name == "embedding":

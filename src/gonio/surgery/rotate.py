@@ -82,12 +82,16 @@ def rotate_(
     refuse_shards(model, "rotate_")
     same = SameFunction(model, example)
     if same.input is None:
-        why = f"what can turn is found by running the model, and {same.why}"
+        why = say("what can turn is found by running the model, and {why}", why=same.why)
         raise NotApplicableError("rotate_", "", why, "Pass example=.", action="turn")
     found = turns_of(unwrapped(model), same.input, frozenset(what))
     if not found.able:
-        reasons = "; ".join(f"{name} stay{'s' * (' values ' not in name)}: {why}" for name, why in found.stay.items())
-        none = "it has no attention, and no stream that a norm reads"
+        left = [
+            say("{paths} stay{s}: {why}", paths=name, s="s" * (" values " not in name), why=why)
+            for name, why in found.stay.items()
+        ]
+        reasons = joined(left, "; ")
+        none = say("it has no attention, and no stream that a norm reads")
         raise NotApplicableError("rotate_", "", reasons or none, "Leave this model as it is.", action="turn")
     random = generator(seed, "rotate_")
     with Edit(model, "rotate_") as edit, torch.no_grad():
@@ -120,10 +124,15 @@ def _matrix(turn: Turn, kind: str, random: torch.Generator) -> Tensor:
 
 def _words(turn: Turn, kind: str) -> str:
     """What a matrix is, for the table of changes."""
-    what = "a Hadamard matrix" if kind == "hadamard" and hadamard(turn.size) is not None else "a random matrix"
-    what = "a random matrix that keeps means" if turn.keeps_mean else what
-    many = len(turn.slots)
-    return f"{what if many == 1 else f'{many} ' + what[2:].replace('matrix', 'matrices')} of {turn.size}"
+    many, size = len(turn.slots), turn.size
+    if turn.keeps_mean:
+        one = say("a random matrix that keeps means of {size}", size=size)
+        return one if many == 1 else say("{many} random matrices that keep means of {size}", many=many, size=size)
+    if kind == "hadamard" and hadamard(size) is not None:
+        one = say("a Hadamard matrix of {size}", size=size)
+        return one if many == 1 else say("{many} Hadamard matrices of {size}", many=many, size=size)
+    one = say("a random matrix of {size}", size=size)
+    return one if many == 1 else say("{many} random matrices of {size}", many=many, size=size)
 
 
 def hadamard(size: int) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 from gonio.editing.twin import evaluating, set_tensors_
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import listing
+from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
@@ -114,11 +115,12 @@ class BlockSymmetries:
 
     def reasons(self) -> list[str]:
         """What is left alone and why, one sentence for each pair and reason."""
-        found = []
+        found: list[str] = []
         for why, places in self.left.items():
             for kind in dict.fromkeys(kind for kind, _ in places):
                 paths = [path or "the model" for of, path in places if of == kind]
-                found.append(f"the scale of {kind} stays in {listing(paths)}: {why}")
+                named = listing(paths)
+                found.append(say("the scale of {kind} stays in {paths}: {why}", kind=kind, paths=named, why=why))
         return found
 
 
@@ -224,19 +226,19 @@ def _why_not(symmetry: Symmetry, found: Anatomy, parameters: Mapping[str, nn.Par
     tied = {name for names in found.ties for name in names}
     for name in symmetry.tensors:
         if name in tied:
-            return f"{name} is shared with another layer"
+            return say("{name} is shared with another layer", name=name)
         if (why := why_not_dense(parameters[name])) is not None:
-            return f"{name}: {why}"
+            return say("{tensor}: {why}", tensor=name, why=why)
         if id(parameters[name]) in taken:
-            return f"{name} takes part in the scales of other layers"
+            return say("{name} takes part in the scales of other layers", name=name)
     if {(s.tensor, 1 - s.dim) for s in symmetry.made} & {(s.tensor, s.dim) for s in symmetry.read}:
-        return "one weight both computes and reads it"
+        return say("one weight both computes and reads it")
     for side in (*symmetry.made, *symmetry.read):
         shapes = [parameters[name].shape for name in (side.tensor, side.bias) if name]
         sizes = [shapes[0][side.dim], *(shape[-1] - side.bias_start for shape in shapes[1:])]
         stacked = side.dim > 0 and all(len(shape) > 1 and shape[0] == symmetry.experts for shape in shapes)
         if int(side.index.max()) >= min(sizes) or (symmetry.experts and not stacked):
-            return f"{side.tensor} does not read or compute its channels one by one"
+            return say("{tensor} does not read or compute its channels one by one", tensor=side.tensor)
     return ""
 
 
@@ -304,7 +306,7 @@ class TwinTrial(ABC, Generic[Change]):
     @property
     def why_not(self) -> str:
         """Why the outputs cannot be compared; empty if they can."""
-        return "" if self._unchanged(training=False) is not None else "the outputs differ from run to run"
+        return "" if self._unchanged(training=False) is not None else say("the outputs differ from run to run")
 
     @property
     def trains(self) -> bool:

@@ -13,6 +13,7 @@ from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.errors import listing
 from gonio.init import orthogonal_
+from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.facts import why_not_dense
@@ -26,7 +27,6 @@ _MOST = 0.05
 _SHARE = 0.1  # of what a turn of one side alone does, below which a deviation is rounding
 _EQUAL = 0.02  # relative; of sums in any dtype
 _VALUES = "the next layer reads what is not proportional to the values"
-_NORM = "it passes a norm whose gain is not one number"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,8 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirme
         options.remove(each)
         stay[each[0].name] = _VALUES
     tried = confirmed(trial, options)
-    stay.update({o[0].name: "the outputs change if it turns" for o, t in zip(options, tried, strict=True) if t is None})
+    changes = say("the outputs change if it turns")
+    stay.update({o[0].name: changes for o, t in zip(options, tried, strict=True) if t is None})
     return Confirmed(tuple(each for each in tried if each is not None), parameters, stay, eps)
 
 
@@ -179,7 +180,7 @@ def _of_values(block: Attention) -> Turn:
     for group, part in zip(block.groups, block.output, strict=True):
         slots[group] = (*slots[group], *_slots_of((part,)))
     size = sum(part.count for part in block.value[0])
-    return Turn(VALUES, f"the values of {block.path or 'the model'}", size, tuple(slots))
+    return Turn(VALUES, say("the values of {path}", path=block.path or say("the model")), size, tuple(slots))
 
 
 def _slots_of(parts: Sequence[Part]) -> tuple[Slot, ...]:
@@ -196,11 +197,11 @@ def _why_not(turn: Turn, parameters: Mapping[str, nn.Parameter]) -> str:
     for each in turn.slots:
         for slot in each:
             if slot.tensor not in parameters:
-                return f"{slot.tensor} is no parameter of the model"
+                return say("{tensor} is no parameter of the model", tensor=slot.tensor)
             if (why := why_not_dense(parameters[slot.tensor])) is not None:
-                return f"{slot.tensor}: {why}"
+                return say("{tensor}: {why}", tensor=slot.tensor, why=why)
             if len(slot.index) != turn.size or max(slot.index) >= parameters[slot.tensor].shape[slot.dim]:
-                return f"{slot.tensor} does not read or compute its channels one by one"
+                return say("{tensor} does not read or compute its channels one by one", tensor=slot.tensor)
     return ""
 
 
@@ -248,7 +249,7 @@ class _Spaces:
             self._read(call.x, call.channel, call.tensor, reader=call)
         for x in _tensors(run.outputs):
             for leaf in self._sources(x):
-                self._space(leaf).why_not = "it is an output of the model"
+                self._space(leaf).why_not = say("it is an output of the model")
         spaces = list(dict.fromkeys(self._joined.values()))
         self.able: list[_Space] = []
         self.stay: dict[str, str] = {}
@@ -263,7 +264,7 @@ class _Spaces:
     def name(self, space: _Space) -> str:
         """What a space is called in notes: by its first tensor in the order of the model."""
         mine = {slot.tensor for slot in space.slots}
-        return f"the stream of {next(name for name in self.parameters if name in mine)}"
+        return say("the stream of {tensor}", tensor=next(name for name in self.parameters if name in mine))
 
     def options(self, space: _Space) -> list[Turn]:
         """Any turn, and one that keeps means."""
@@ -338,7 +339,7 @@ class _Spaces:
         sources = self._sources(x, noise)
         if any(each.is_complex() for each in (x, *(leaf.out for leaf in sources))):
             for leaf in sources:
-                self._space(leaf).why_not = f"{name} reads complex numbers"
+                self._space(leaf).why_not = say("{name} reads complex numbers", name=name)
             return
         shown = torch.rand(size, generator=generator(3, "turns")).to(x.device) < 0.5
         masked = noise * shown.view([size if d == channel % x.ndim else 1 for d in range(x.ndim)]).to(noise)
@@ -351,7 +352,8 @@ class _Spaces:
         for leaf in sources:
             if other or leaf not in added:
                 space = self._space(leaf)
-                space.why_not = space.why_not or f"{name} reads something else than a sum of layers' outputs"
+                mixed = say("{name} reads something else than a sum of layers' outputs", name=name)
+                space.why_not = space.why_not or mixed
         if not added:
             return
         whole = self._join([slot for leaf in added for slot in leaf.slots], size)
@@ -375,20 +377,22 @@ class _Spaces:
             for path, norm in space.norms.items()
             if any(bool((self.parameters[g] != self.parameters[g].flatten()[0]).any()) for g in norm.gains)
         ]
-        do = "gonio.fold_(model, gains=True) merges gains that layers alone read"
+        passed = say("it passes a norm whose gain is not one number ({norms})", norms=listing(uneven))
+        do = say("gonio.fold_(model, gains=True) merges gains that layers alone read")
         tables = {name for name, _ in self.run.tables}
         if uneven and (tied := self._reader(uneven, tables)):
-            why = f"{tied}, which reads it, is a table of embeddings, too"
-            return f"{_NORM} ({listing(uneven)}), and {why}; give the head a weight of its own, and {do}"
+            why = say("{tied}, which reads it, is a table of embeddings, too", tied=tied)
+            head = say("give the head a weight of its own, and {do}", do=do)
+            return say("{passed}, and {why}; {do}", passed=passed, why=why, do=head)
         if uneven:
-            return f"{_NORM} ({listing(uneven)}); {do}"
+            return say("{passed}; {do}", passed=passed, do=do)
         mine = {id(self.parameters[slot.tensor]) for slot in space.slots}
         known = {slot.tensor.rpartition(".")[0] for slot in space.slots} | set(self.run.began)
         owners = [site.path for site in sites(self.model) if mine & {id(p) for p in site.module._parameters.values()}]
         if other := [path for path in owners if path not in known]:
-            return f"{listing(other)} did not run, and shares a tensor of it"
+            return say("{layers} did not run, and shares a tensor of it", layers=listing(other))
         idle = not_run(self.run, self.parameters, space.size, ())
-        return f"{listing(idle)} had no part in the run, and may belong to it" if idle else ""
+        return say("{layers} had no part in the run, and may belong to it", layers=listing(idle)) if idle else ""
 
     def _reader(self, norms: Collection[str], tensors: Collection[str]) -> str:
         """The first of the tensors with which a layer reads the results of all of these norms; empty for none."""

@@ -25,7 +25,7 @@ from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
-from gonio.measuring.reading.source import name_of, small_json
+from gonio.measuring.reading.source import name_of, padding_beside, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -256,7 +256,10 @@ def check(
     ]
     adapters, config = _adapters(held)
     parts = {part for adapter in adapters for part in adapter.parts}
-    tensors = among_others([replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned])
+    folder = _folder(held)
+    padding = 0 if folder is None else padding_beside(small_json(folder / "config.json"))
+    known_parts = [replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned]
+    tensors = among_others(known_parts, padding=padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
     findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files)])

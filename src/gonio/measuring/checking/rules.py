@@ -20,6 +20,7 @@ from gonio.measuring.findings.rules import (
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.entry import has_bias, infer, stores_inputs_first
+from gonio.measuring.reading.source import padding_row
 from gonio.messages import counted, say
 
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
@@ -36,8 +37,12 @@ def of_files(problems: Iterable[Problem]) -> list[Finding]:
     return findings_by(FILE_RULES, ((problem, problem.path) for problem in problems))
 
 
-def among_others(tensors: Sequence[TensorCheck]) -> tuple[TensorCheck, ...]:
-    """The tensors of one file, each matrix with its distance from its siblings, and with what its rows are."""
+def among_others(tensors: Sequence[TensorCheck], *, padding: int = 0) -> tuple[TensorCheck, ...]:
+    """The tensors of one file, each matrix with its distance from its siblings, and with what its rows are.
+
+    Args:
+        padding: the row of padding of embeddings.
+    """
     own = [t for t in tensors if not t.beside]
     known = places((t.name, t.shape, t.norm) for t in own if t.norm is not None)
     shapes = {t.name: t.shape for t in own}
@@ -53,8 +58,13 @@ def among_others(tensors: Sequence[TensorCheck]) -> tuple[TensorCheck, ...]:
         told = len(t.shape) > 2 or has_bias(t.name, shapes) or t.name in known
         return told and layout is not None and not layout.transposed
 
+    def with_rows(t: TensorCheck) -> TensorCheck:
+        if t.beside or t.adapter or not (t.equal_rows or t.zero_rows == 1):
+            return t
+        return replace(t, layer=t.equal_rows > 0 and is_layer(t), padding=padding_row(t.name, shapes, padding))
+
     placed = (replace(t, **asdict(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
-    return tuple(replace(t, layer=is_layer(t)) if t.equal_rows and not t.beside else t for t in placed)
+    return tuple(map(with_rows, placed))
 
 
 for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713"):
@@ -76,7 +86,14 @@ def _zero(t: TensorCheck) -> str | None:
 
 @rule("G102", VALUE_RULES)
 def _zero_rows(t: TensorCheck) -> str | None:
-    return zero_filters(t.zero_rows, t.rows, t.zero_indices) if 1 < t.zero_rows < t.rows and not t.adapter else None
+    if not 0 < t.zero_rows < t.rows or t.adapter or t.beside or _padded(t):
+        return None
+    return zero_filters(t.zero_rows, t.rows, t.zero_indices)
+
+
+def _padded(t: TensorCheck) -> bool:
+    """Whether its one row of zeros may be the padding of an embedding."""
+    return t.zero_rows == 1 and t.zero_indices[:1] == (t.padding,)
 
 
 @rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)
@@ -99,7 +116,7 @@ def _constant(t: TensorCheck) -> str | None:
 def _constant_rows(t: TensorCheck) -> str | None:
     if t.adapter:
         return None
-    if t.zero_rows == 1 and t.rows > 1:
+    if _padded(t) and t.rows > 1:
         return say("row {row} is 0", row=t.zero_indices[0])
     if not t.constant_rows or t.constant:
         return None

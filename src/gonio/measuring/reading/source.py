@@ -131,6 +131,16 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     return Contents(made, opened.notes, tuple(adapters), (*opened.problems, *faults))
 
 
+def padding_row(name: str, shapes: Shapes, row: int) -> int | None:
+    """The row of a matrix that is 0 if it is an embedding with padding; None if it cannot be one.
+
+    Args:
+        row: of the padding, as :func:`padding_beside` gives it.
+    """
+    shape = shapes[name]
+    return row if len(shape) == 2 and row < shape[0] and not has_bias(name, shapes) else None
+
+
 @dataclass(frozen=True)
 class _Beside:
     """What the configurations in a file's folder say: quantisation, adapters, the row of padding, rows of tables."""
@@ -165,8 +175,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
             notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
-            if len(tensor.shape) == 2 and beside.padding < tensor.shape[0] and not has_bias(name, shapes):
-                made = replace(made, padding=beside.padding)
+            made = replace(made, padding=padding_row(name, shapes, beside.padding))
             made = stacks[name].entry(made) if name in stacks else made
             yield _without_batch(replace(made, role="adapter", kind=FACTOR) if name in of_adapters else made)
         elif weight.parts[0] == name:
@@ -241,11 +250,17 @@ def _beside(folder: Path) -> _Beside:
     if not isinstance(found, dict):
         found = older or oldest
     text = config.get("text_config")
-    padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
-    row = padding if isinstance(padding, int) and padding >= 0 else 0
+    row = padding_beside(config)
     vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     known = vocabulary if isinstance(vocabulary, int) else None
     return _Beside(found, adapters, row, known)
+
+
+def padding_beside(config: Mapping[str, Any]) -> int:
+    """The row of padding in embeddings that a `config.json` names, or that of torch's own examples, 0."""
+    text = config.get("text_config")
+    padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
+    return padding if isinstance(padding, int) and padding >= 0 else 0
 
 
 def _no_source(given: object) -> InvalidArgumentError:
