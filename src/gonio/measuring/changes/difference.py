@@ -25,7 +25,7 @@ from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_ch
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.journal import Journal
-from gonio.measuring.reading.adapters import is_fault
+from gonio.measuring.reading.adapters import Fault
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
@@ -409,7 +409,7 @@ def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel])
         if entry is None and held is not None and model.rest_equal:
             row = _row(name, "equal", shape=held.shape or ())
         elif entry is None or held is None:
-            why = entry.reason if entry is not None and is_fault(entry.reason) else ""
+            why = entry.reason if entry is not None and isinstance(entry.reason, Fault) else ""
             row = _row(name, "not compared", why or f"only {'after' if held is None else 'before'}")
         else:
             before = values_of(held, "before") if before is None else before

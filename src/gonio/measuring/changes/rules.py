@@ -10,7 +10,7 @@ from gonio.errors import listing
 from gonio.measuring.changes.pair import FIRST, TensorDifference
 from gonio.measuring.changes.sources import NONFINITE
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
-from gonio.measuring.reading.adapters import is_fault
+from gonio.measuring.reading.adapters import Fault
 from gonio.messages import are, say
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
@@ -86,7 +86,7 @@ def _intruders(t: TensorDifference) -> str | None:
 
 @rule("G713", TENSOR_RULES)
 def _misfit(t: TensorDifference) -> str | None:
-    return t.reason if is_fault(t.reason) else None
+    return t.reason if isinstance(t.reason, Fault) else None
 
 
 @rule("G502", TENSOR_RULES)

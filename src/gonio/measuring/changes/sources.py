@@ -12,11 +12,11 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
-from gonio.measuring.reading.adapters import NO_WEIGHT, Places
+from gonio.measuring.reading.adapters import Fault, Places, no_weight
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
-from gonio.messages import counted
+from gonio.messages import counted, said_by
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
@@ -67,7 +67,7 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         name = names.get(adapter.weight, adapter.weight)
         held = made[name] if name in made and made[name].load is not None else base.get(name)
         alone |= held is None
-        missing = TensorEntry(name, "", None, None, f"{NO_WEIGHT} {adapter.path}")
+        missing = TensorEntry(name, "", None, None, no_weight(adapter.path))
         made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
     unread = _unread(made, base, found, names, places)
     alone |= any(name not in base and name not in dict(unread) for name in made)
@@ -171,7 +171,8 @@ def values_of(entry: TensorEntry, when: str) -> Tensor | str:
     try:
         found = numbers_of(entry.load())
     except Exception as error:  # numbers of a file, or code of a tensor's class, can provoke any of them
-        return f"cannot be read: {error}"
+        said = said_by(error)
+        return said if isinstance(said, Fault) else f"cannot be read: {error}"
     if found.tensor is None:
         return found.reason
     values = found.tensor.float() if found.tensor.element_size() == 1 else found.tensor

@@ -23,7 +23,7 @@ from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import LOW_RANK, StoredTensor, TensorEntry
 from gonio.measuring.reading.state_dicts import Problem
-from gonio.messages import say
+from gonio.messages import Message, say
 
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
@@ -31,10 +31,20 @@ _KEY = re.compile(
 )
 PACKED = "in_proj_weight"  # of nn.MultiheadAttention
 UNKNOWN_SCALE = "the adapter's scale is not known"
-NO_WEIGHT = "the base has no weight"
-MADE_FOR = "the adapter is made for a weight of the shape"
-ALONE, UNFIT = "has no partner in the file", "do not fit"
-_FAULTS = (NO_WEIGHT, MADE_FOR, ALONE, UNFIT)
+
+
+class Fault(Message):
+    """Why an adapter is not computed, where the adapter, or the choice of its base, is at fault."""
+
+    @classmethod
+    def of(cls, reason: Message) -> Fault:
+        """The reason as a fault."""
+        return cls(str(reason), reason.template, reason.values)
+
+
+def no_weight(path: str) -> Fault:
+    """The fault of an adapter of a layer that the base lacks."""
+    return Fault.of(say("the base has no weight {path}", path=path))
 
 
 @dataclass(frozen=True)
@@ -100,19 +110,14 @@ class Group:
         return self.adapter(kind, None, reason=reason, **more)
 
 
-def is_fault(reason: str) -> bool:
-    """Whether the reason why an adapter is not computed is a fault of the adapter, or of the choice of its base."""
-    return any(fault in reason for fault in _FAULTS)
-
-
 def faults_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None) -> list[Problem]:
     """What is wrong with the adapters of a file.
 
     Args:
         config: the configuration beside it; None for adapters that are in memory.
     """
-    found = [Problem("G713", adapter.path, adapter.reason) for adapter in adapters if is_fault(adapter.reason)]
-    unknown = sum(bool(adapter.reason) and not is_fault(adapter.reason) for adapter in adapters)
+    found = [Problem("G713", adapter.path, adapter.reason) for adapter in adapters if isinstance(adapter.reason, Fault)]
+    unknown = sum(bool(adapter.reason) and not isinstance(adapter.reason, Fault) for adapter in adapters)
     if unknown and config is not None and not config:
         what = say("no adapter_config.json that can be read, without which {n} changes are not known", n=unknown)
         found.append(Problem("G713", "", what))
@@ -311,6 +316,6 @@ def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]
         held = base.get(adapter.weight)
         if held is not None:
             made += [held, replace(adapter.adapted(held), name=name, weight_name="", inferred=False)]
-        elif reason := adapter.reason if not base else f"{NO_WEIGHT} {adapter.path}":
+        elif reason := adapter.reason if not base else no_weight(adapter.path):
             made += [TensorEntry(name, "", None, None, reason, role="adapter")] if base or not adapter.product else []
     return made

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import ALONE, MADE_FOR, UNFIT, UNKNOWN_SCALE, Adapter, AdapterConfig, Group
+from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Fault, Group
 from gonio.measuring.reading.entry import INPUTS_FIRST, StoredTensor, TensorEntry
+from gonio.messages import say
 
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
 _KNOWN = {*(name for pair in _NAMES for name in pair), "lora_B.bias", "lora_E", "lora_mid", "lora_magnitude_vector"}
@@ -26,10 +27,12 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     names = next((pair for pair in _NAMES if all(name in group.parts for name in pair)), None)
     if names is None:
         lone = next((part for pair in _NAMES for part in pair if part in group.parts), None)
-        return [] if lone is None else [group.refused("lora", f"its {lone} {ALONE}")]
+        if lone is None:
+            return []
+        return [group.refused("lora", Fault.of(say("its {part} has no partner in the file", part=lone)))]
     down, up = (group.parts[name].shape for name in names)
     if not (len(down) >= 2 and len(up) >= 2 and up[1] == down[0] and all(n == 1 for n in up[2:])):
-        return [group.refused("lora", f"its A {down} and B {up} {UNFIT}")]
+        return [group.refused("lora", Fault.of(say("its A {down} and B {up} do not fit", down=down, up=up)))]
     unknown = sorted(set(group.parts) - _KNOWN)
     reason = config.refusal or (f"the adapter has a part that is not read: {unknown[0]}" if unknown else "")
     if reason:
@@ -128,7 +131,8 @@ def _of_weight(group: Group, config: AdapterConfig, names: tuple[str, str], scal
     rows, columns, mid = up.shape[0], down.shape[1:], group.parts.get("lora_mid")
     if mid is not None:
         if mid.shape[:2] != (up.shape[1], down.shape[0]) or prod(columns[1:]) != 1:
-            return group.refused("lora", f"its lora_mid {mid.shape} and B {up.shape} {UNFIT}")
+            misfit = say("its lora_mid {mid} and B {up} do not fit", mid=mid.shape, up=up.shape)
+            return group.refused("lora", Fault.of(misfit))
         columns = (columns[0], *mid.shape[2:])
     embedding, flipped = names[0] == "lora_embedding_A", bool(config.get("fan_in_fan_out"))
     if embedding or (flipped and len(columns) == 1):
@@ -190,7 +194,12 @@ def _adapted(
     total = weight.mT if turned else weight
     if tuple(total.shape) != tuple(delta.shape):
         made, found = tuple(delta.mT.shape if embedding else delta.shape), tuple(weight.shape)
-        raise ValueError(f"{MADE_FOR} {made}, the base has the shape {found}")
+        why = say(
+            "the adapter is made for a weight of the shape {made}, the base has the shape {found}",
+            made=made,
+            found=found,
+        )
+        raise ValueError(Fault.of(why))
     if initial is not None:
         total = total - initial(total)
     total = total + delta.to(total)
