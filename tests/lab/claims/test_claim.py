@@ -147,6 +147,13 @@ def test_another_model_and_other_seeds() -> None:
     assert plan.recipes[1].setting == {"arm": {"name": "orthogonality-0.0003"}}
 
 
+def test_the_device_is_part_of_the_plan_and_of_the_command() -> None:
+    plans = [plan_claim(load_claim("som-mean"), ClaimOptions(device=device)) for device in ("cpu", "cuda:1")]
+    assert [plan.device for plan in plans] == ["cpu", "cuda"]
+    assert [plan.command for plan in plans] == ["gonio reproduce som-mean", "gonio reproduce som-mean --device cuda:1"]
+    assert plans[0].hash != plans[1].hash
+
+
 def test_every_claim_of_the_catalogue_has_a_chinese_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loader refuses a claim of the catalogue without one; a claim of a user needs none."""
     for claim in load_claims():

@@ -53,6 +53,13 @@ def test_a_claim_file_is_tried_resumed_and_exported(claim: str, tmp_path: Path) 
     assert exported["claims"] == data["claims"]
 
 
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(claim: str, tmp_path: Path) -> None:
+    found = invoke("reproduce", claim, "--device", "cuda:7", "-o", str(tmp_path / "out"))
+    assert found.exit_code == 2
+    assert "the device 'cuda:7' must be on this machine" in found.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_claim_is_listed_and_explained() -> None:
     listed = invoke("reproduce", "--list").stdout
     assert all(name in listed for name in claim_names())

@@ -185,13 +185,13 @@ def try_claims(
         '1 claim tried on this machine: identities: 1 holds'
     """
     options, watcher = options or ClaimOptions(), watcher or Quiet()
+    devices = Devices.named(options.device)
     plans = {claim.name: plan_claim(claim, options) for claim in claims if claim.budget != "none"}
     for claim in claims:
         if claim.name in plans:
             watcher.stage(f"{claim.name}: {claim.claim}")
             _remember(claim, Path(folder) / claim.name, options)
-            engine = Local(jobs, Devices.named(options.device))
-            run(plans[claim.name], Path(folder) / claim.name, engine=engine, watcher=watcher)
+            run(plans[claim.name], Path(folder) / claim.name, engine=Local(jobs, devices), watcher=watcher)
     found = judge_claims(claims, folder, full=options.full, command=command)
     return replace(found, results=tuple(replace(one, own=_own(options)) if one.plan else one for one in found.results))
 
