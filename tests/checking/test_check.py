@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
+from catalog import seeded
 from cli.shell import invoke
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, UnsoundStateError
 from gonio.measuring import check_before_save
@@ -110,6 +111,51 @@ def test_planted_values(damage: Callable[[State], None], code: str) -> None:
     tensors = state()
     damage(tensors)
     assert found(tensors) == {(code, "layers.1.down")}
+
+
+def blocks(count: int) -> State:
+    names = ("q.weight", "k.weight", "v.weight", "o.weight", "norm.weight")
+    return {f"h.{n}.{name}": seeded(8, 16, seed=n) for n in range(count) for name in names}
+
+
+@pytest.mark.parametrize("lost", [("h.2.k.weight",), ("h.1.k.weight", "h.1.norm.weight")])
+def test_a_block_that_lacks_what_all_others_have_is_named(lost: tuple[str, ...], tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in blocks(5).items() if name not in lost}
+    assert found(tensors) == {("G714", name) for name in lost}
+    save_file(tensors, tmp_path / "model.safetensors")
+    measured = gonio.measure(tmp_path / "model.safetensors")
+    assert {(each.code, each.path) for each in measured.findings} == {("G714", name) for name in lost}
+
+
+@pytest.mark.parametrize(
+    ("count", "lost"),
+    [
+        (3, ("h.1.k.weight",)),  # too few blocks
+        (5, ("h.0.k.weight",)),  # the first and the last often differ
+        (5, ("h.4.k.weight",)),
+        (5, ("h.1.k.weight", "h.3.k.weight")),  # two kinds of blocks
+        (5, ("h.2.q.weight", "h.2.k.weight", "h.2.v.weight")),  # another kind of block
+    ],
+)
+def test_blocks_that_are_built_in_other_ways_lack_nothing(count: int, lost: tuple[str, ...]) -> None:
+    assert not found({name: tensor for name, tensor in blocks(count).items() if name not in lost})
+
+
+def test_a_negative_running_variance_is_an_error() -> None:
+    norm = nn.BatchNorm2d(4)
+    assert not found(norm.state_dict())
+    norm.running_var[2] = -0.1
+    assert found(norm.state_dict()) == {("G105", "running_var")}
+    assert not found({"shift": -torch.ones(4)})
+
+
+def test_a_tensor_that_is_cut_off_is_told_once(tmp_path: Path) -> None:
+    save_file(blocks(2), tmp_path / "model.safetensors")
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(raw[:-700])
+    codes = [(each.code, each.path) for each in gonio.check(tmp_path / "model.safetensors").findings]
+    assert {code for code, _ in codes} == {"G704"}
+    assert len({path for _, path in codes}) == len(codes)
 
 
 def test_every_changed_bit_is_found_against_fingerprints() -> None:

@@ -25,6 +25,7 @@ from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
+from gonio.measuring.reading.gaps import missing_in_blocks
 from gonio.measuring.reading.source import name_of, padding_beside, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
@@ -262,7 +263,10 @@ def check(
     tensors = among_others(known_parts, padding=padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
-    findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files)])
+    gaps = (
+        [] if adapters else missing_in_blocks((place.name for place in held.places if not place.beside), held.problems)
+    )
+    findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files), *gaps])
     return CheckResult(name_of(source), contents, tensors, findings, notes)
 
 

@@ -19,7 +19,7 @@ from gonio.measuring.findings.rules import (
     zero_filters,
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
-from gonio.measuring.reading.entry import has_bias, infer, stores_inputs_first
+from gonio.measuring.reading.entry import has_bias, infer, negative_variances, stores_inputs_first
 from gonio.measuring.reading.source import padding_row
 from gonio.messages import counted, say
 
@@ -29,7 +29,10 @@ VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
 
 def checked(tensors: Sequence[TensorCheck], problems: Iterable[Problem]) -> tuple[Finding, ...]:
     """All findings, errors first; those of files before those of tensors."""
-    return worst_first([*of_files(problems), *findings_by(VALUE_RULES, ((tensor, tensor.path) for tensor in tensors))])
+    problems = list(problems)
+    named = {problem.path for problem in problems}  # a tensor that was not read for one of them is not told twice
+    told = [(tensor, tensor.path) for tensor in tensors if not (tensor.reason and tensor.name in named)]
+    return worst_first([*of_files(problems), *findings_by(VALUE_RULES, told)])
 
 
 def of_files(problems: Iterable[Problem]) -> list[Finding]:
@@ -67,7 +70,7 @@ def among_others(tensors: Sequence[TensorCheck], *, padding: int = 0) -> tuple[T
     return tuple(map(with_rows, placed))
 
 
-for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713"):
+for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714"):
 
     @rule(_code, FILE_RULES)
     def _of_file(problem: Problem, code: str = _code) -> str | None:
@@ -94,6 +97,11 @@ def _zero_rows(t: TensorCheck) -> str | None:
 def _padded(t: TensorCheck) -> bool:
     """Whether its one row of zeros may be the padding of an embedding."""
     return t.zero_rows == 1 and t.zero_indices[:1] == (t.padding,)
+
+
+@rule("G105", VALUE_RULES)
+def _negative_variances(t: TensorCheck) -> str | None:
+    return negative_variances(t.negative) if t.negative else None
 
 
 @rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)

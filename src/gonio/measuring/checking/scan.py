@@ -28,7 +28,7 @@ from gonio.errors import UnreadableFileError
 from gonio.execution import one_thread
 from gonio.measuring.checking.places import Place
 from gonio.measuring.figures.tensor import LISTED
-from gonio.measuring.reading.entry import dtype_named
+from gonio.measuring.reading.entry import dtype_named, holds_variances
 
 CHUNK = 1 << 17  # entries; a chunk of bfloat16 is 256 kB
 ROW = 64  # bytes; shorter rows are alike by chance, so that rows are not compared
@@ -63,6 +63,7 @@ class TensorCheck:
             than two dimensions, a bias, or siblings. Rows of a table can be equal because their tokens never occur.
         padding: of a matrix with one row of zeros, or with equal ones, the row that is 0 if it is an embedding with
             padding; None if it cannot be one.
+        negative: number of negative values of a tensor that holds running variances; 0 for any other.
         adapter: whether it is a part of an adapter: rows of B that no gradient has reached are 0.
         zero, constant: whether every value is 0; whether all values are the same.
         fingerprint: 64 bits of a hash of its bytes, in hexadecimal; empty if it was not read.
@@ -93,6 +94,7 @@ class TensorCheck:
     equal_pairs: tuple[tuple[int, int], ...] = ()
     layer: bool = False
     padding: int | None = None
+    negative: int = 0
     adapter: bool = False
     zero: bool = False
     constant: bool = False
@@ -141,7 +143,7 @@ def scan(place: Place) -> TensorCheck:
     columns = entries // rows * factor
     if known is None:
         rows, columns = 1, place.size
-    statistics = _Statistics(dtype, rows, columns)
+    statistics = _Statistics(dtype, rows, columns, variances=holds_variances(place.name))
     try:
         with place.open() as read:
             for first, last, start, stop in _pieces(rows, columns):
@@ -181,7 +183,7 @@ class _Statistics:
         buffer: bytes of a chunk. Memory of torch is aligned to 64 bytes, so that sums do not depend on the file.
     """
 
-    def __init__(self, dtype: torch.dtype, rows: int, columns: int) -> None:
+    def __init__(self, dtype: torch.dtype, rows: int, columns: int, *, variances: bool = False) -> None:
         size = min(rows * columns, max(CHUNK // columns, 1) * columns, CHUNK)
         self.buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
         self._dtype, self._columns, self._floating = dtype, columns, dtype.is_floating_point
@@ -191,6 +193,7 @@ class _Statistics:
         self._first: Any = None  # of each row the bits of its first entry
         self._squares = self._largest = 0.0
         self._nonfinite, self._place = 0, -1
+        self._variances, self._negative = variances, 0
 
     def add(self, raw: Tensor, rows: slice, start: int) -> None:
         """A chunk: these rows, from this column on."""
@@ -241,6 +244,8 @@ class _Statistics:
         bits_of_largest = torch.from_numpy(largest.max(keepdims=True))
         top = float(bits_of_largest.view(self._dtype if self._dtype in _BITS else torch.float32))
         self._largest = max(self._largest, top)
+        if self._variances:
+            self._negative += int((values < 0).sum())
         flat = values.reshape(-1)
         if values.dtype not in (torch.float32, torch.float64):
             flat = self._wide[: flat.numel()].copy_(flat)
@@ -255,6 +260,7 @@ class _Statistics:
             header,
             integers=not self._floating,
             nonfinite=self._nonfinite,
+            negative=self._negative,
             norm=sqrt(self._squares) if self._floating else None,
             largest=self._largest,
             zero=bool(zero.all()),

@@ -35,11 +35,13 @@ from gonio.measuring.reading.entry import (
     MAYBE_PADDING,
     TensorEntry,
     are_sinusoids,
+    holds_variances,
     may_be_fixed,
+    negative_variances,
     numbers_of,
     why_no_filters,
 )
-from gonio.messages import are, counted, fixed, say
+from gonio.messages import counted, fixed, say
 from gonio.plots import angles, spectrum
 
 if TYPE_CHECKING:
@@ -51,7 +53,6 @@ EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured 
 _STACKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = (128, 32)  # entries that share a scale
 FAILED = "cannot be read"  # the begin of the reason of a tensor whose reading raised an exception
-NEGATIVE = "negative"  # the end of the note on running variances below 0
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 SMALL = 1 << 16  # entries of a tensor up to which it is measured together with others of its shape
 LISTED = 1000  # filters of one kind that a row names
@@ -355,10 +356,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         return _row(entry, **known, status=status, reason=entry.reason if part else numbers.reason, notes=notes)
     del raw  # a quantised tensor is released once its values are computed
     known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
-    negative = int((tensor < 0).sum()) if entry.name.endswith("running_var") else 0
-    if negative:
-        variances = counted(negative, "running variance")
-        notes = (*notes, say("{variances} {are} negative", variances=variances, are=are(negative)))
+    if holds_variances(entry.name) and (negative := int((tensor < 0).sum())):
+        notes = (*notes, negative_variances(negative))
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)

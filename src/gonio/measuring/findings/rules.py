@@ -22,10 +22,10 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR, ROUNDING
 from gonio.measuring.figures.structure import ModelFacts
-from gonio.measuring.figures.tensor import NEGATIVE, TensorMeasurement
+from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.remedies import Prescription, success_rate
 from gonio.measuring.findings.siblings import AmongSiblings
-from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, PADDING, TABLE
+from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, NEGATIVE, PADDING, TABLE
 from gonio.messages import Message, are, counted, fixed, joined, local, say
 
 PLACES = 8  # findings of one rule that a terminal shows

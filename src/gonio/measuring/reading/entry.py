@@ -18,8 +18,10 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
+from gonio.messages import Message, are, counted, say
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
+NEGATIVE = "negative"  # the end of the note on running variances below 0
 MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
 # The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
 FIXED = "a table that is not trained, in a model that is"
@@ -269,6 +271,16 @@ def _bias_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
     """The shape of the bias beside a weight; None without one."""
     path, _, last = name.rpartition("weight")
     return shapes.get(f"{path}bias{last}") if name.rpartition(".")[2].count("weight") == 1 else None
+
+
+def holds_variances(name: str) -> bool:
+    """Whether a tensor of a file holds the running variances of a norm: torch calls them so in every norm."""
+    return name.rpartition(".")[2] == "running_var"
+
+
+def negative_variances(count: int) -> Message:
+    """What is said of running variances below 0."""
+    return say("{variances} {are} negative", variances=counted(count, "running variance"), are=are(count))
 
 
 def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Layout | None, str, str, tuple[str, ...]]:

@@ -44,18 +44,23 @@ def open_shards(index: Path) -> Opened:
         else:
             said = say("not in {shard_name}, where the index places it{instead}", shard_name=plain(shard), instead="")
             problems += [Problem("G702", name, said) for name in placed[shard] if name not in found]
-    notes = [f"the index names {plain(name)} twice; the last place is read" for name in doubled[:5]]
-    held = [(name, shard) for shard, tensors in shards.items() if not isinstance(tensors, str) for name in tensors]
-    strays = {
-        "in the shards but not in the index, and not read": [
-            f"{plain(name)} (in {plain(shard)})" for name, shard in held if name not in wanted
-        ],
-        "in several shards, read where the index says": [
-            f"{plain(name)} (in {plain(shard)} too)" for name, shard in held if wanted.get(name, shard) != shard
-        ],
-    }
-    notes += [f"{what}: {listing(names, limit=4)}" for what, names in strays.items() if names]
-    return Opened(stored, tuple(missing), tuple(notes), problems=tuple(problems))
+    problems += [Problem("G703", name, say("named twice in the index")) for name in doubled]
+    held: dict[str, list[str]] = {}
+    for shard, tensors in shards.items():
+        for name in () if isinstance(tensors, str) else tensors:
+            held.setdefault(name, []).append(plain(shard))
+    for name, seen in held.items():
+        if len(seen) > 1:
+            where = listing(sorted(seen), limit=4)
+            problems.append(Problem("G703", name, say("stored in {count} shards: {seen}", count=len(seen), seen=where)))
+        elif name not in wanted:
+            said = say("in {seen}, but not in the index", seen=seen[0])
+            problems.append(Problem("G703", name, said))
+    strays = any(problem.code == "G703" for problem in problems)
+    notes = (
+        (say("where index and shards differ, the index is followed; of two places in it, the last"),) if strays else ()
+    )
+    return Opened(stored, tuple(missing), notes, problems=tuple(problems))
 
 
 def _shard(path: Path) -> dict[str, StoredTensor] | str:

@@ -37,6 +37,7 @@ from gonio.measuring.reading.entry import (
 )
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
+from gonio.measuring.reading.gaps import missing_in_blocks
 from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.order import families, in_depth_order
@@ -128,7 +129,10 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         made += entries_of_adapters(adapters, held)
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
-    return Contents(made, opened.notes, tuple(adapters), (*opened.problems, *faults))
+    gaps = (
+        [] if adapters else missing_in_blocks([*opened.stored, *(each.name for each in opened.others)], opened.problems)
+    )
+    return Contents(made, opened.notes, tuple(adapters), (*opened.problems, *faults, *gaps))
 
 
 def padding_row(name: str, shapes: Shapes, row: int) -> int | None:
