@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
 from gonio.measuring.reading.state_dicts import Problem
@@ -11,6 +11,7 @@ from gonio.messages import counted, say
 _BLOCKS = 4  # at least so many, of which the first and the last may differ
 _TENSORS = 4  # that the others have in common, at least: a block is more than one layer
 _MOST = 2  # that one block lacks
+_DIGITS = 6  # of the number of a block
 
 
 def missing_in_blocks(names: Iterable[str], known: Iterable[Problem]) -> list[Problem]:
@@ -44,16 +45,17 @@ def gaps_in_blocks(names: Collection[str]) -> Iterator[tuple[str, int]]:
     for name in names:
         parts = name.split(".")
         for at, part in enumerate(parts[:-1]):
-            if part.isdecimal():
+            if part.isdecimal() and len(part) <= _DIGITS:
                 lists[".".join(parts[:at])][int(part)].add(".".join(parts[at + 1 :]))
     for before, blocks in lists.items():
         numbers = sorted(blocks)
         if len(numbers) < _BLOCKS or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             continue
-        for number in numbers[1:-1]:
-            others = [blocks[other] for other in numbers if other != number]
-            common = set.intersection(*others)
-            lacking = common - blocks[number]
-            if len(common) >= _TENSORS and 0 < len(lacking) <= _MOST and blocks[number] <= set.union(*others):
+        times = Counter(name for block in blocks.values() for name in block)
+        everywhere = sum(count == len(numbers) for count in times.values())
+        but_one = {name for name, count in times.items() if count == len(numbers) - 1}
+        for number in numbers[1:-1] if but_one else ():
+            lacking, own = but_one - blocks[number], any(times[name] == 1 for name in blocks[number])
+            if 0 < len(lacking) <= _MOST and everywhere + len(lacking) >= _TENSORS and not own:
                 prefix = f"{before}." if before else ""
-                yield from ((f"{prefix}{number}.{name}", len(others)) for name in sorted(lacking))
+                yield from ((f"{prefix}{number}.{name}", len(numbers) - 1) for name in sorted(lacking))
