@@ -36,12 +36,13 @@ class Product:
     key: Tensor
     value: Tensor | None = None
     out: Tensor | None = None
-    logits: Tensor | None = None  # the softmax's input
+    logits: Tensor | None = None  # the softmax's input, (…, queries, keys)
     scale: float | None = None  # of a kernel without logits; None for its default
     calls: int = 0  # of layers before it was complete
     kernel: bool = False  # a registered module computes it, by no function of torch
     passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
     mixed: bool = False  # layers are between the softmax and the values
+    order: tuple[int, ...] = ()  # of the dimensions of an einsum's result, so that it is (…, queries, keys)
 
 
 class Products(TorchFunctionMode):
@@ -111,7 +112,7 @@ class Products(TorchFunctionMode):
         if len(pair) != 2 or min(t.ndim for t in pair) < 2:
             return
         labels = [self._labels.get(id(t)) for t in pair]
-        left, right = (pair[0], pair[1].mT) if name != "einsum" else _spelled(args[0], *pair)
+        left, right, order = (pair[0], pair[1].mT, ()) if name != "einsum" else _spelled(args[0], *pair)
         for label, shares, other in ((labels[0], left, right), (labels[1], right, left)):
             if label is not None and label[1] == "shares" and label[2].value is None:
                 if _of_queries(shares):
@@ -120,17 +121,21 @@ class Products(TorchFunctionMode):
                 self.valued(label[2])
                 return
         if all(label is None or label[1] == "logits" for label in labels) and left.ndim >= 2:  # of blocks before
-            self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right))
+            self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right, order=order))
 
     def _softmax(self, x: Tensor, args: Any, kwargs: Any, out: Tensor) -> None:
         label = self._labels.get(id(x))
         dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
-        if label is None or label[1] != "logits" or dim is None or dim % x.ndim < x.ndim - 2:
+        if label is None or label[1] != "logits" or dim is None:
             return
         product = label[2]
-        if dim % x.ndim == x.ndim - 2:
-            product.query, product.key = product.key, product.query
-        product.logits = x
+        order = product.order if len(product.order) == x.ndim else tuple(range(x.ndim))
+        place = order.index(dim % x.ndim) - x.ndim
+        if place < -2:
+            return
+        product.logits = x if product.order == () else x.permute(order)
+        if place == -2:
+            product.query, product.key, product.logits = product.key, product.query, product.logits.mT
         self._labels[id(out)] = (out, "shares", product)
         self.found(product, args, kwargs)
 
@@ -152,9 +157,12 @@ def tensors_of(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
-def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands of an einsum as (…, i, c) and (…, j, c); empty ones where it is no product of two matrices."""
-    nothing = torch.empty(0), torch.empty(0)
+def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The operands of an einsum as (…, i, c) and (…, j, c), and the order that brings its result to (…, i, j).
+
+    Empty ones where it is no product of two matrices.
+    """
+    nothing = torch.empty(0), torch.empty(0), ()
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return nothing
     inputs, out = equation.replace(" ", "").split("->")
@@ -167,4 +175,4 @@ def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return nothing
     left, right = (t.permute(*[each.index(x) for x in (*shared, *mine, *summed)])
                    for t, each, mine in zip((a, b), letters, own, strict=True))  # fmt: skip
-    return left, right
+    return left, right, tuple(out.index(x) for x in (*shared, *own[0], *own[1]))
