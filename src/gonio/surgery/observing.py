@@ -172,7 +172,8 @@ class _Reading(Products):
             return
         with torch.no_grad():
             if product.logits is not None:
-                self._observer.softmaxed(product.logits.detach())
+                if product.logits.shape[-2] == product.query.shape[-2]:  # what lies between has not moved queries
+                    self._observer.softmaxed(product.logits.detach())
                 return
             given = [*args[3:], *[None] * (7 - len(args))]
             mask = kwargs.get("attn_mask", given[0])
