@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, listing
 from gonio.execution import is_sharded
 from gonio.geometry.attention import largest_product
-from gonio.measuring.figures.attention import logits_on
+from gonio.measuring.figures.attention import HeadLogits, logits_on
 from gonio.messages import say
 from gonio.surgery import Anatomy, Attention, Part, anatomy
 from gonio.surgery.blocks import Normalized
@@ -55,6 +55,11 @@ class HeadMeasurement:
     entropy: float | None = None
     entropy_share: float | None = None
     one_token: float | None = None
+
+    @property
+    def logits(self) -> HeadLogits:
+        """What the head attends to on the batch."""
+        return HeadLogits(self.path, self.head, **{name: getattr(self, name) for name in ON_BATCH})
 
 
 ON_BATCH = ("largest_logit", "entropy", "entropy_share", "one_token")
