@@ -89,7 +89,7 @@ def trained(number: int) -> tuple[str, nn.Module | None]:
     x, y = (t[:TRAINED_ON] for t in digits()) if kind == "digits" else texts()[0]
     rate, decay = pick.choice([1e-3, 2e-3, 4e-3]), pick.choice([0.0, 1e-2, 1e-1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
-    epochs, size = (pick.choice([15, 30, 60]), BATCH) if kind == "digits" else (pick.choice([2, 4]), 16)
+    epochs, size = (pick.choice([15, 30]), BATCH) if kind == "digits" else (2, 16)
     for _ in range(epochs):
         for part in torch.randperm(len(x)).split(size):
             optimizer.zero_grad()
@@ -140,6 +140,10 @@ def _trained(number: int) -> dict[str, Any] | None:
     return seen(number, train=True)
 
 
+def _random(number: int) -> dict[str, Any] | None:
+    return seen(number, train=False)
+
+
 def summary(models: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts of models and attentions with a finding, and what is usual."""
     hits = Counter(code for model in models for code in {code for code, _ in model["findings"]})
@@ -157,11 +161,11 @@ def summary(models: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(words: list[str]) -> None:
     counts = [int(word) for word in words]
-    total, drawn = (*counts, *(300, 1000)[len(counts) :])
+    total, drawn = (*counts, *(200, 600)[len(counts) :])
     with multiprocessing.get_context("fork").Pool() as pool:
         made = list(pool.imap(_trained, range(total)))
+        at_random = [each for each in pool.imap(_random, range(drawn)) if each is not None]
     healthy = [each for each in made if each is not None]
-    at_random = [each for number in range(drawn) if (each := seen(number, train=False)) is not None]
     planted = {
         f"queries × {factor}": {
             "attentions": len(codes := [c for model in healthy for f, c in model["planted"] if f == factor]),

@@ -20,7 +20,7 @@ TABLES: Mapping[str, tuple[Column[Any], ...]] = {
     say("attention heads"): heads.COLUMNS,
     say("the change of a weight"): difference.COLUMNS,
     say("the changes of several models"): several.COLUMNS,
-    say("training"): training.COLUMNS,
+    say("training"): (*training.COLUMNS, *training.ATTENTION),
 }
 """The columns of every table, by what the table is of; the first is that of `gonio measure`."""
 

@@ -40,7 +40,7 @@ class Observer(ABC):
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """The hook before the forward; :class:`_Leave` is the one after it."""
-        mode = _Reading(self) if self.wants(module) else None
+        mode = _Reading(self) if self.wants(module) and not torch.compiler.is_compiling() else None
         self._running.append(mode)
         if mode is not None:
             mode.__enter__()

@@ -58,13 +58,15 @@ class LogitStatistics(Observer):
     def __init__(self, block: Attention, module: nn.Module | None, *, training: bool) -> None:
         super().__init__(block)
         self._module, self._training = None if module is None else weakref.ref(module), training
-        self.why_not = say("no softmax and no fused kernel of torch was called in a forward")
+        self._broken = False
+        self.why_not: str = say("no softmax and no fused kernel of torch was called in a forward")
         self._largest: Tensor | None = None
         self._sums: Tensor | None = None  # of entropies, of their maxima, of queries, and of those with one token
 
     def wants(self, module: nn.Module) -> bool:
         """In its mode."""
-        return self._module is not None and self._module() is module and module.training == self._training
+        mine = self._module is not None and self._module() is module
+        return mine and module.training == self._training and not self._broken
 
     def softmaxed(self, logits: Tensor) -> None:
         """A part of the queries at once."""
@@ -76,6 +78,13 @@ class LogitStatistics(Observer):
         self._add(logits_of(query, repeated(key, query), mask, causal, scale))
 
     def _add(self, parts: Iterable[Tensor]) -> None:
+        try:
+            self._sum(parts)
+        except Exception as error:  # of an attention unlike that of the example; it must not end a training
+            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            self._broken = True
+
+    def _sum(self, parts: Iterable[Tensor]) -> None:
         for logits in parts:
             summed = self._by_head(torch.stack([each.double().sum(-1) for each in _of_queries(logits)]))
             most = by_head(by_index(logits.amax((-2, -1)).double(), self.block).amax(0), self.block, "amax")
@@ -99,7 +108,7 @@ class LogitStatistics(Observer):
 
     def figures(self) -> tuple[HeadLogits, ...]:
         """Of each head, from all calls so far; none if nothing was computed."""
-        if self._largest is None or self._sums is None:
+        if self._broken or self._largest is None or self._sums is None:
             return ()
         made = []
         for head, (most, sums) in enumerate(zip(self._largest.tolist(), self._sums.T.tolist(), strict=True)):
