@@ -320,7 +320,7 @@ class _Observe(Observer):
         """In training."""
         return module.training and self.acts
 
-    def softmaxed(self, logits: Tensor) -> None:
+    def softmaxed(self, logits: Tensor, query: Tensor | None, key: Tensor | None) -> None:
         """All of them are there."""
         self._add(by_index(logits.amax((-2, -1)), self.block).amax(0))
 
@@ -331,7 +331,7 @@ class _Observe(Observer):
         found = by_index(scale * largest[0] * largest[1], self.block).amax(0)
         if float(found.amax()) > self.limit:
             parts = logits_of(query, repeated(key, query), mask, causal, scale)
-            most = torch.stack([logits.amax((-2, -1)) for logits in parts]).amax(0)
+            most = torch.stack([logits.amax((-2, -1)) for logits, _ in parts]).amax(0)
             found = by_index(most, self.block).amax(0)
         self._add(found)
 

@@ -31,8 +31,8 @@ class Observer(ABC):
         """Whether the call of the module that begins is read."""
 
     @abstractmethod
-    def softmaxed(self, logits: Tensor) -> None:
-        """Of a softmax, the logits (…, queries, keys) with all that was added to them."""
+    def softmaxed(self, logits: Tensor, query: Tensor | None, key: Tensor | None) -> None:
+        """Of a softmax, the logits (…, queries, keys) with all that was added, and what was multiplied, if known."""
 
     @abstractmethod
     def multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> None:
@@ -136,8 +136,13 @@ def by_head(values: Tensor, block: Attention, reduce: Literal["amax", "sum"]) ->
 ONE_SAMPLE = say("batch and heads are one dimension, and the example has one sample, which does not show their order")
 
 
-def logits_of(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Iterator[Tensor]:
-    """The logits of a fused kernel, some queries at once; those of pairs that the mask excludes are −∞."""
+def logits_of(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The logits of a fused kernel, some queries at once, and what its mask adds to them.
+
+    Those of pairs that the mask excludes are −∞.
+    """
     length, keys = query.shape[-2], key.shape[-2]
     rows = rows_at_once(query[..., 0, 0].numel() * keys)
     for start in range(0, length, rows):
@@ -147,11 +152,11 @@ def logits_of(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, sca
                 torch.arange(keys, device=query.device) > torch.arange(start, length, device=query.device)[:rows, None]
             )
             logits = logits.masked_fill(later, -math.inf)
+        part = None
         if mask is not None:
             part = mask[..., start : start + rows, :] if mask.shape[-2] == length else mask
             logits = logits.masked_fill(~part if part.dtype == torch.bool else part <= MASKED, -math.inf)
-            logits = logits if part.dtype == torch.bool else logits + part
-        yield logits
+        yield logits, None if part is None or part.dtype == torch.bool else part
 
 
 def rows_at_once(entries: int) -> int:
@@ -173,7 +178,7 @@ class _Reading(Products):
         with torch.no_grad():
             if product.logits is not None:
                 if product.logits.shape[-2] == product.query.shape[-2]:  # what lies between has not moved queries
-                    self._observer.softmaxed(product.logits.detach())
+                    self._observer.softmaxed(product.logits.detach(), product.query.detach(), product.key.detach())
                 return
             given = [*args[3:], *[None] * (7 - len(args))]
             mask = kwargs.get("attn_mask", given[0])
@@ -187,7 +192,9 @@ class _Reading(Products):
         given, heads = func.__globals__, kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
 
         def softmax(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.found(Product("", x, x, logits=x.unflatten(0, (-1, heads))), args, kwargs)
+            if not self.paused:
+                with torch.no_grad():
+                    self._observer.softmaxed(x.detach().unflatten(0, (-1, heads)), None, None)
             return given["softmax"](x, *args, **kwargs)
 
         def attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from gonio.surgery.observing import (
 from gonio.surgery.products import MASKED
 
 ONE_TOKEN = 0.95  # the probability from which on a query attends to one token
-_EXCLUDED = MASKED / 2  # a mask of −10000 is added to logits of either sign
+EXCLUDED = MASKED / 2  # a mask of −10000 is added to logits of either sign
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class HeadLogits:
 
     Attributes:
         path: of the block. `head`: its number.
-        largest_logit: over all queries and the keys that the mask allows them, with what is added to the logits.
+        largest_logit: over all queries and the keys that the mask allows them; without biases of positions that are
+            added, as the bound is, where the scale of the products is known, and of fused kernels.
         entropy: of the softmax, in nats; the mean over the queries that have at least two keys.
         entropy_share: the mean entropy over the mean of its maximum ln n, for n allowed keys: 1 for equal
             probabilities, 0 for one token.
@@ -59,7 +61,7 @@ class LogitStatistics(Observer):
         super().__init__(block)
         self._module, self._training = None if module is None else weakref.ref(module), training
         self._broken = False
-        self.why_not: str = say("no softmax and no fused kernel of torch was called in a forward")
+        self.why_not: str = say("its module calls no softmax and no fused kernel of torch in a forward")
         self._largest: Tensor | None = None
         self._sums: Tensor | None = None  # of entropies, of their maxima, of queries, and of those with one token
 
@@ -68,26 +70,29 @@ class LogitStatistics(Observer):
         mine = self._module is not None and self._module() is module
         return mine and module.training == self._training and not self._broken
 
-    def softmaxed(self, logits: Tensor) -> None:
-        """A part of the queries at once."""
-        rows = rows_at_once(logits[..., 0, :].numel())
-        self._add(logits.split(rows, -2))
+    def softmaxed(self, logits: Tensor, query: Tensor | None, key: Tensor | None) -> None:
+        """The products of queries and keys are those of the bound, without what is added to logits."""
+        known = self.block.logits is not None and query is not None and key is not None
+        self._add(_split(logits, query, key, self.block.logits.scale) if known else ((x, x) for x in _rows(logits)))  # type: ignore[union-attr, arg-type]
 
     def multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> None:
         """As the kernel does."""
-        self._add(logits_of(query, repeated(key, query), mask, causal, scale))
+        parts = logits_of(query, repeated(key, query), mask, causal, scale)
+        self._add((logits if added is None else logits + added, logits) for logits, added in parts)
 
-    def _add(self, parts: Iterable[Tensor]) -> None:
+    def _add(self, parts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Logits of some queries, as the softmax takes them, and those of which the largest is asked for."""
         try:
             self._sum(parts)
         except Exception as error:  # of an attention unlike that of the example; it must not end a training
             self.why_not = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             self._broken = True
 
-    def _sum(self, parts: Iterable[Tensor]) -> None:
-        for logits in parts:
+    def _sum(self, parts: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for logits, products in parts:
             summed = self._by_head(torch.stack([each.double().sum(-1) for each in _of_queries(logits)]))
-            most = by_head(by_index(logits.amax((-2, -1)).double(), self.block).amax(0), self.block, "amax")
+            largest = products.masked_fill(logits <= EXCLUDED, -math.inf).amax((-2, -1)).double()
+            most = by_head(by_index(largest, self.block).amax(0), self.block, "amax")
             if most is None or summed is None:
                 self.why_not = ONE_SAMPLE
                 return
@@ -118,13 +123,29 @@ class LogitStatistics(Observer):
         return tuple(made)
 
 
+def _rows(logits: Tensor) -> Iterator[Tensor]:
+    """Some queries at once."""
+    yield from logits.split(rows_at_once(logits[..., 0, :].numel()), -2)
+
+
+def _split(logits: Tensor, query: Tensor, key: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some queries' logits, and their products with the keys, scaled."""
+    start = 0
+    for part in _rows(logits):
+        some = query[..., start : start + part.shape[-2], :]
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        products = some.to(wide) @ key.to(wide).mT * scale
+        yield part, products.reshape(part.shape)
+        start += part.shape[-2]
+
+
 def _of_queries(logits: Tensor) -> tuple[Tensor, ...]:
     """Of each query (…, queries): the entropy, its maximum, whether it has two keys, and whether it has one token.
 
     The others are 0 for a query that has no two keys.
     """
     shares = (logits if logits.dtype == torch.float64 else logits.float()).softmax(-1)
-    allowed = (logits > _EXCLUDED).sum(-1)
+    allowed = (logits > EXCLUDED).sum(-1)
     several = allowed > 1
     entropy = torch.special.entr(shares).sum(-1)
     single = shares.amax(-1) >= ONE_TOKEN
