@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gonio
 from bank.live.transformers_models import CASES, MODELS, made
 from catalog import seeded
-from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring.figures.attention import ONE_TOKEN, logits_on
 from gonio.measuring.figures.heads import heads_in, parameters_of
 from gonio.surgery import anatomy
@@ -255,7 +255,7 @@ def test_the_table_the_page_and_the_export_have_the_logits(monkeypatch: pytest.M
     rows = json.loads(measured.to_json())["heads"]
     assert [row["largest_logit"] for row in rows] == [head.largest_logit for head in measured.heads]
     assert "logits of heads in" not in str(gonio.measure(grown(Attend())))
-    assert "the logarithm of the number of allowed keys" in gonio.measuring.explain("of maximum")
+    assert "the logarithm of the number of allowed keys" in gonio.measuring.explain("entropy share")
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ def test_a_compiled_model_has_no_rows_of_attention() -> None:
     assert any("rotation" in row for row in tracker.rows)
 
 
-def test_what_a_tracker_refuses() -> None:
+def test_what_a_tracker_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(NoMatchError, match="also='attention'"):
         gonio.Tracker(model, also=("attention",))
@@ -432,3 +432,6 @@ def test_what_a_tracker_refuses() -> None:
     kernel = Attend(form="merged heads first")
     with pytest.raises(NoMatchError, match="one dimension in which the heads come first"):
         gonio.Tracker(kernel, also=("attention",), example=X)
+    monkeypatch.setattr("gonio.measuring.training.attention.is_sharded", lambda _: True)
+    with pytest.raises(NotApplicableError, match="cannot find the attention of the model: its parameters are sharded"):
+        gonio.Tracker(Block(Attend()), also=("attention",))

@@ -121,8 +121,15 @@ class Measurements(Table[TensorMeasurement]):
             "Looked for: NaN and infinity; dead, weak and dominant filters; shared directions, near duplicates and "
             "rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or was trained on the right "
             "data.",
-            batch=say("dead units on the batch") if self.signals else say("outputs only with batch="),
+            batch=self._of_batch,
         )
+
+    @property
+    def _of_batch(self) -> Message:
+        if not self.signals:
+            return say("outputs only with batch=")
+        attended = any(head.largest_logit is not None for head in self.heads)
+        return say("dead units and large logits on the batch") if attended else say("dead units on the batch")
 
     def __repr__(self) -> str:
         findings = counted(len(self.findings), "finding")

@@ -105,6 +105,7 @@ class Tracker:
             the model, for a page that cannot be written, and for `histograms` without a logger that takes them.
         NoMatchError: if `where` selects no layer that has filters; for "attention", if none can be observed, with the
             reasons.
+        NotApplicableError: for "attention" of a model with sharded parameters.
 
     Note:
         With several processes, call it in all of them, because gathering sharded weights needs all. Only the first one

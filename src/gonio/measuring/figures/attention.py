@@ -72,8 +72,10 @@ class LogitStatistics(Observer):
 
     def softmaxed(self, logits: Tensor, query: Tensor | None, key: Tensor | None) -> None:
         """The products of queries and keys are those of the bound, without what is added to logits."""
-        known = self.block.logits is not None and query is not None and key is not None
-        self._add(_split(logits, query, key, self.block.logits.scale) if known else ((x, x) for x in _rows(logits)))  # type: ignore[union-attr, arg-type]
+        if self.block.logits is None or query is None or key is None:
+            self._add((part, part) for part in _rows(logits))
+        else:
+            self._add(_split(logits, query, key, self.block.logits.scale))
 
     def multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> None:
         """As the kernel does."""

@@ -75,7 +75,7 @@ LOGITS: tuple[Column[AttentionRow], ...] = (
            _largest("largest_logit")),
     Column("entropy", "entropy", "of the probabilities of a query, in nats, the mean over the batch: smallest and "
            "largest over the heads", 11, _range("entropy")),
-    Column("entropy_share", "of maximum", "entropy over its maximum, the logarithm of the number of allowed keys: 1 "
+    Column("entropy_share", "entropy share", "entropy over its maximum, the logarithm of the number of allowed keys: 1 "
            "for equal probabilities, 0 for one token", 11, _range("entropy_share")),
     Column("one_token", "on one token", say("heads of which at least {share:.0%} of the queries attend to one token, "
            "with a probability of 0.95 or more", share=COLLAPSED), 12, _single),

@@ -58,7 +58,7 @@ class TrackedAttention:
 
 ATTENTION: tuple[Column[TrackedAttention], ...] = (
     Column("largest_logit", "largest logit", "of all heads in the forwards of the last recorded step", 13),
-    Column("entropy_share", "of maximum", "entropy of the probabilities over its maximum, of the head with the "
+    Column("entropy_share", "entropy share", "entropy of the probabilities over its maximum, of the head with the "
            "smallest: 1 for equal probabilities, 0 for one token", 11),
     Column("one_token_heads", "on one token", "heads that attend to one token", 12,
            lambda row: str(row.one_token_heads)),

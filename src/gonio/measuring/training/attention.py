@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from gonio.errors import NoMatchError
+from gonio.editing.wrapping import is_sharded
+from gonio.errors import NoMatchError, NotApplicableError
 from gonio.measuring.figures.attention import HeadLogits, LogitStatistics, observers_of
 from gonio.measuring.findings.model_rules import by_attention, one_token_heads
 from gonio.messages import say
@@ -29,9 +30,13 @@ class AttentionFigures:
 
     Raises:
         NoMatchError: if no attention can be observed, with the reasons.
+        NotApplicableError: for sharded parameters.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
+        if is_sharded(model):
+            why, do = "its parameters are sharded", "Leave it out, or track a model with whole parameters."
+            raise NotApplicableError("Tracker", "", why, do, action="find the attention of")
         self._modules = {site.path: site.module for site in sites(model)}
         self._found = anatomy(model, example=example)
         observers, self.left = observers_of(self._found, self._modules, training=True)
