@@ -372,6 +372,21 @@ def test_forwards_since_the_last_step_count_in_training_mode_and_copies_do_not()
     close([head for step, head in tracker.heads if step == 2], expected)
 
 
+def test_logits_under_autocast_are_those_of_the_rounded_queries_and_keys() -> None:
+    model = grown(Attend())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    clip = gonio.clip_qk_(model, optimizer, limit=1e-3, example=X)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training", also=("attention",))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q, k, _ = model.attend.parts(X)
+        model(X).sum().backward()
+    assert q.dtype == torch.bfloat16
+    logits = (q.double() @ k.double().mT / SIZE**0.5).detach()
+    optimizer.step()
+    close([head for _, head in tracker.heads], by_hand(logits))
+    torch.testing.assert_close(clip.largest()["attend"].double(), logits.amax((0, 2, 3)), rtol=1e-5, atol=0)
+
+
 def _stored(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)

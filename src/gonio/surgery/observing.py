@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal
@@ -175,7 +176,7 @@ class _Reading(Products):
         """The softmax has logits, a fused kernel has queries and keys."""
         if self.paused:
             return
-        with torch.no_grad():
+        with torch.no_grad(), _in_their_dtype(product.query):
             if product.logits is not None:
                 if product.logits.shape[-2] == product.query.shape[-2]:  # what lies between has not moved queries
                     self._observer.softmaxed(product.logits.detach(), product.query.detach(), product.key.detach())
@@ -205,6 +206,12 @@ class _Reading(Products):
         shown = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
         shown.__kwdefaults__ = func.__kwdefaults__
         return shown(*args, **kwargs)
+
+
+def _in_their_dtype(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast rounds no product of float32."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def repeated(key: Tensor, query: Tensor) -> Tensor:
