@@ -191,7 +191,7 @@ def _chosen(
         kind = at[path].kind
         raise NotApplicableError("clip_qk_", path, why, "Exclude it in `where`.", action="clip logits of", kind=kind)
     for block in chosen:
-        hooks = at[block.path].module._forward_pre_hooks.values()
+        hooks = at[block.around].module._forward_pre_hooks.values()
         if any(isinstance(hook, _Observe) and hook.acts for hook in hooks):
             raise AlreadyAppliedError("clip_qk_", block.path, "a clip of its logits")
     return chosen, left

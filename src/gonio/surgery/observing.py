@@ -84,9 +84,9 @@ def observing(
         modules: the model's, by path. `found`: its anatomy.
     """
     ends: list[Callable[[], None]] = []
-    others = dict.fromkeys([block.path for block in found.attention] + list(found.unknown))
+    others = dict.fromkeys([block.around for block in found.attention] + list(found.unknown))
     for observer in observers:
-        path = observer.block.path
+        path = observer.block.around
         module = modules[path]
         ends.append(module.register_forward_pre_hook(observer).remove)
         ends.append(module.register_forward_hook(_Leave(observer), always_call=True).remove)

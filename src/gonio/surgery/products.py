@@ -43,6 +43,8 @@ class Product:
     passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
     mixed: bool = False  # layers are between the softmax and the values
     order: tuple[int, ...] = ()  # of the dimensions of an einsum's result, so that it is (…, queries, keys)
+    stack: tuple[str, ...] = ()  # paths of the modules that run when queries and keys are multiplied
+    around: str = ""  # the innermost of them that also runs the softmax
 
 
 class Products(TorchFunctionMode):
@@ -80,7 +82,8 @@ class Products(TorchFunctionMode):
         elif name == "scaled_dot_product_attention":
             query, key, value = operands[:3]
             scale = kwargs.get("scale", args[6] if len(args) > 6 else None)
-            self.found(Product(self.stack[-1], query, key, value, out, scale=scale), args, kwargs)
+            path = self.stack[-1]
+            self.found(Product(path, query, key, value, out, scale=scale, around=path), args, kwargs)
         elif name in _PRODUCTS and isinstance(out, Tensor):
             self._product(name, operands, args, out)
         else:
@@ -96,14 +99,16 @@ class Products(TorchFunctionMode):
     def label(self, sources: Sequence[Tensor], out: Any, name: str) -> Any:
         """Pass on the label of an argument: masks, scales and biases leave logits what they are."""
         label = next((self._labels[id(t)] for t in sources if id(t) in self._labels), None)
-        if label is not None:
+        if label is None:
+            return out
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        made = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()]
+        if made:  # a question, such as that for a shape, changes nothing
             others = [t for t in sources if id(t) not in self._labels]
             if label[1] == "logits" and (name not in _AFFINE or any(t.requires_grad for t in others)):
                 label[2].passed.add(name)  # also the sum with a trained bias, which may be 0 now
             label[2].mixed |= label[1] == "shares" and name in LAYERS and label[2].value is None
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._labels[id(tensor)] = (tensor, *label[1:])
+            self._labels.update({id(tensor): (tensor, *label[1:]) for tensor in made})
         return out
 
     def _product(self, name: str, operands: list[Tensor], args: Any, out: Tensor) -> None:
@@ -121,7 +126,8 @@ class Products(TorchFunctionMode):
                 self.valued(label[2])
                 return
         if all(label is None or label[1] == "logits" for label in labels) and left.ndim >= 2:  # of blocks before
-            self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right, order=order))
+            made = Product(self.stack[-1], left, right, order=order, stack=tuple(self.stack))
+            self._labels[id(out)] = (out, "logits", made)
 
     def _softmax(self, x: Tensor, args: Any, kwargs: Any, out: Tensor) -> None:
         label = self._labels.get(id(x))
@@ -133,6 +139,7 @@ class Products(TorchFunctionMode):
         place = order.index(dim % x.ndim) - x.ndim
         if place < -2:
             return
+        product.around = next((path for path in reversed(product.stack) if path in self.stack), "")
         product.logits = x if product.order == () else x.permute(order)
         if place == -2:
             product.query, product.key, product.logits = product.key, product.query, product.logits.mT

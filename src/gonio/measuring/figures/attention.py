@@ -172,7 +172,7 @@ def observers_of(
     reasons: dict[str, str] = dict(found.unknown)
     reasons |= {block.path: why for block in found.attention if (why := why_not_observed(block)) is not None}
     able = {block.path: block for block in found.attention if block.path not in reasons}
-    return [LogitStatistics(block, modules[path], training=training) for path, block in able.items()], reasons
+    return [LogitStatistics(each, modules[each.around], training=training) for each in able.values()], reasons
 
 
 @torch.no_grad()
