@@ -47,6 +47,13 @@ def _clipped(model: nn.Module) -> tuple[torch.optim.Optimizer, object]:
     return optimizer, gonio.clip_qk_(model, optimizer, limit=100.0)
 
 
+def _attention(model: nn.Module) -> tuple[torch.optim.Optimizer, object]:
+    """Every tenth step is measured, with the logits of its forward."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    also = ("attention",)
+    return optimizer, gonio.Tracker(model, optimizer=optimizer, every=10, figures="training", also=also)
+
+
 def _muon(model: nn.Module) -> tuple[torch.optim.Optimizer, object]:
     """On the weights in two dimensions, which torch's takes; each as one matrix."""
     return gonio.optim.Muon(_matrices(model), lr=1e-5), None
@@ -88,13 +95,15 @@ METHODS = {
     "hold_, fixed": _held("fixed"),
 }
 
+OF_ATTENTION = {"clip_qk_": _clipped, "tracker of attention, every 10th step": _attention}
+
 
 def rows(*, quick: bool) -> Iterator[Row]:
     steps = 2 if quick else STEPS
     for network in networks(quick=quick)[slice(1, 2) if quick else slice(None)]:  # a small one in tests
         table = network.name.replace(" ", "-")
         floor = Candidate("AdamW step", lambda n=network: steps_of(n, _plain, steps=steps))
-        for name, prepare in (METHODS | ({"clip_qk_": _clipped} if table == "transformer" else {})).items():
+        for name, prepare in (METHODS | (OF_ATTENTION if table == "transformer" else {})).items():
             ours = Candidate("gonio", lambda n=network, p=prepare: steps_of(n, p, steps=steps))
             yield Row(name, f"{steps} steps", floor, (ours,), table)
         if sum(p.ndim == 2 for p in network.build().parameters()) > 2:

@@ -54,6 +54,22 @@ def test_depth_shows_every_layer(measured: gonio.Measurements) -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "3"]
 
 
+def test_the_map_of_heads_has_a_row_per_attention_and_a_white_cell_where_there_is_no_head() -> None:
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, heads, 8, batch_first=True) for heads in (2, 4)]
+    heads = gonio.measure(nn.Sequential(*layers), batch=torch.randn(2, 3, 8)).heads
+    axes, bar = plots.heads(heads, "largest_logit").axes
+    drawn = axes.images[0].get_array()
+    expected = [[head.largest_logit for head in heads if head.path.startswith(n)] for n in "01"]
+    assert drawn[0].tolist() == [*expected[0], None, None]
+    assert drawn[1].tolist() == expected[1]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0.self_attn", "1.self_attn"]
+    assert bar.get_ylabel() == "largest logit"
+    without = gonio.measure(nn.Sequential(*layers)).heads
+    with pytest.raises(InvalidArgumentError, match=r"plots\.heads: 'entropy' has no values"):
+        plots.heads(without, "entropy")
+
+
 def test_panels_share_a_figure_that_a_notebook_shows(measured: gonio.Measurements) -> None:
     figure, panels = plots.panels(2)
     assert figure.axes == panels

@@ -32,6 +32,7 @@ __all__ = [
     "angular",
     "depth",
     "effects",
+    "heads",
     "learning_curves",
     "magnitude",
     "normalisation_regions",
@@ -117,6 +118,42 @@ def depth(rows: Iterable[Any], figure: str = "alignment", *, ax: Axes | None = N
         axes.legend()
     axes.set(ylabel=figure.replace("_", " "), xlabel="layer, in the order of the model")
     axes.set_xticks(range(len(shown)), [shorten(row.path, longest=24) for row in shown], rotation=60, ha="right")
+    return _figure(axes)
+
+
+def heads(rows: Iterable[Any], figure: str = "logit_bound", *, ax: Axes | None = None) -> Figure:
+    """One figure of all attention heads as a map: a row per attention, in the order of execution, a column per head.
+
+    A head without this figure is left white.
+
+    Args:
+        rows: measured heads, such as `gonio.measure(model, batch=x).heads`.
+        figure: the name of an attribute of the rows, such as `"logit_bound"`, or with a batch `"largest_logit"`,
+            `"entropy"`, `"entropy_share"` or `"one_token"`.
+
+    Raises: InvalidArgumentError if no head has this figure.
+
+    Example:
+        >>> model = gonio.models.byte_transformer(width=32)
+        >>> m = gonio.measure(model, batch=torch.arange(12).reshape(2, 6))
+        >>> axes = gonio.plots.heads(m.heads, "entropy_share").axes[0]
+        >>> [label.get_text() for label in axes.get_yticklabels()], axes.images[0].get_array().shape
+        (['blocks.0', 'blocks.1'], (2, 4))
+    """
+    shown = [row for row in rows if getattr(row, figure, None) is not None]
+    if not shown:
+        raise _nothing("heads", figure, "values", "Name a figure of a measured head; most need measure(batch=).")
+    paths = list(dict.fromkeys(row.path for row in shown))
+    values = torch.full((len(paths), 1 + max(row.head for row in shown)), math.nan, dtype=torch.float64)
+    for row in shown:
+        values[paths.index(row.path), row.head] = getattr(row, figure)
+    axes = _axes(ax)
+    image = axes.imshow(values.numpy(), aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.figure.colorbar(image, ax=axes, label=figure.replace("_", " "))
+    axes.set(xlabel="head", ylabel="attention, in the order of the model")
+    step = 1 + (values.shape[1] - 1) // 16
+    axes.set_xticks(range(0, values.shape[1], step))
+    axes.set_yticks(range(len(paths)), [shorten(path or "the model", longest=24) for path in paths])
     return _figure(axes)
 
 

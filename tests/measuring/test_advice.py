@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import measure
-from gonio.measuring.findings.rules import ADVICE
+from gonio.measuring.findings.rules import ADVICE, HEAD_RULES
 from measuring.nets import Residual
 
 IMAGES = seeded(4, 3, 8, 8)
@@ -197,6 +198,67 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
             ],
         ),
     }
+
+
+class Attends(nn.Module):
+    """Four heads, of which the queries of some are enlarged; `causal`: each token sees those before it."""
+
+    def __init__(self, heads: tuple[int, ...] = (), factor: float = 1.0, *, causal: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.qkv, self.out, self.causal = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16), causal
+        with torch.no_grad():
+            for head in heads:
+                self.qkv.weight[4 * head : 4 * head + 4] *= factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+TOKENS = {"batch": seeded(8, 12, 16)}
+
+
+# code → (setups that it must find, setups beside them on which it must stay silent)
+def cases_of_heads() -> dict[str, tuple[list[Setup], list[Setup]]]:
+    return {
+        "G413": (
+            [(Attends((2,), 300), TOKENS), (Attends((0, 1), 300, causal=True), TOKENS)],
+            [
+                (Attends(), TOKENS),
+                (Attends((2,), 20), TOKENS),
+                (Attends((2,), 300), {}),  # without a batch
+                (nn.Sequential(nn.Linear(16, 4)), TOKENS),
+            ],
+        ),
+        "G414": (
+            [(Attends((0, 1, 3), 1000), TOKENS), (Attends((0, 1, 2, 3), 1000, causal=True), TOKENS)],
+            [
+                (Attends(), TOKENS),
+                (Attends((0, 1), 1000), TOKENS),  # half of the heads
+                (Attends((0, 1, 3), 10), TOKENS),
+                (Attends((0, 1, 3), 1000), {}),
+                (Attends(causal=True), {"batch": seeded(8, 1, 16)}),  # a single token has no choice
+                (Attends((0, 1, 3), 1000), {"batch": seeded(8, 1, 16).expand(8, 12, 16)}),  # equal tokens
+            ],
+        ),
+    }
+
+
+@pytest.mark.parametrize("code", HEAD_RULES)
+def test_a_rule_on_heads_finds_its_cases_and_not_those_beside_them(code: str) -> None:
+    ill, well = cases_of_heads()[code]
+    for of, setups in ((True, ill), (False, well)):
+        for model, options in setups:
+            measured = [finding for finding in measure(model, **options).findings if finding.code == code]
+            assert bool(measured) == of, (code, model, options)
+    (one,) = [finding for finding in measure(ill[0][0], **ill[0][1]).findings if finding.code == code]
+    said = {
+        "G413": r"the largest logit is \d+, in head 2; 1 of 4 heads exceed 100",
+        "G414": "3 of 4 heads attend to one",
+    }
+    assert re.match(said[code], one.found)
 
 
 def zeroed(model: nn.Sequential, layer: int | None) -> nn.Sequential:

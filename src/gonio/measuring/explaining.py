@@ -10,16 +10,17 @@ from gonio.languages import language
 from gonio.measuring.changes import difference, several
 from gonio.measuring.findings import rules
 from gonio.measuring.findings.rules import RULES, Finding
-from gonio.measuring.showing import columns, training
+from gonio.measuring.showing import columns, heads, training
 from gonio.measuring.showing.table import Column
 from gonio.messages import LANGUAGES, fixed, local, say, tag
 
 TABLES: Mapping[str, tuple[Column[Any], ...]] = {
     "": columns.COLUMNS,
     say("outputs"): columns.SIGNALS,
+    say("attention heads"): heads.COLUMNS,
     say("the change of a weight"): difference.COLUMNS,
     say("the changes of several models"): several.COLUMNS,
-    say("training"): training.COLUMNS,
+    say("training"): (*training.COLUMNS, *training.ATTENTION),
 }
 """The columns of every table, by what the table is of; the first is that of `gonio measure`."""
 

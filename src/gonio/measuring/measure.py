@@ -189,10 +189,11 @@ def measure(
     signals, silent = _signals(source, batch) if isinstance(source, nn.Module) and batch is not None else ((), ())
     if isinstance(source, nn.Module) and training is not None:
         facts = ModelFacts.of(source, structure, signals, training)
+    attended = [head.logits for head in structure.heads] if batch is not None else []
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        worst_first([*findings_of(tensors, facts), *of_files(contents.problems)]),
+        worst_first([*findings_of(tensors, facts, attended), *of_files(contents.problems)]),
         scale=structure.scale,
         mixtures=structure.mixtures,
         heads=structure.heads,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,13 +12,14 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import display_width, json_data, markdown_cell, plain, shorten
-from gonio.measuring.figures.heads import ROLES, HeadMeasurement
+from gonio.measuring.figures.heads import HeadMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.reading.entry import FACTOR, LOW_RANK
+from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 BESIDE = ("norm", "angle", "alignment", "coherence", "sigma", "stable_rank")  # columns of several models side by side
 SCHEMA = "gonio.measurements/1"
-_BLOCKS = 12  # of attention, with a row in a terminal
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,8 +121,15 @@ class Measurements(Table[TensorMeasurement]):
             "Looked for: NaN and infinity; dead, weak and dominant filters; shared directions, near duplicates and "
             "rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or was trained on the right "
             "data.",
-            batch=say("dead units on the batch") if self.signals else say("outputs only with batch="),
+            batch=self._of_batch,
         )
+
+    @property
+    def _of_batch(self) -> Message:
+        if not self.signals:
+            return say("outputs only with batch=")
+        attended = any(head.largest_logit is not None for head in self.heads)
+        return say("dead units and large logits on the batch") if attended else say("dead units on the batch")
 
     def __repr__(self) -> str:
         findings = counted(len(self.findings), "finding")
@@ -159,7 +165,7 @@ class Measurements(Table[TensorMeasurement]):
             yield Text(local(_sentence(self.scale)))
             yield Text("")
         if self.heads:
-            yield from _heads(self.heads)
+            yield from heads.rendered(self.heads)
             yield Text("")
         for path, shares in self.mixtures.items():
             parts = (f"{what} {', '.join(f'{k} {v:.2f}' for k, v in share.items())}" for what, share in shares.items())
@@ -215,6 +221,7 @@ class Measurements(Table[TensorMeasurement]):
             angles=([c for c in columns if not c.spectral], angle_columns(shown)),
             spectra=([c for c in columns if c.spectral], SPECTRUM_COLUMNS),
             signals=SIGNALS,
+            attention=(heads.rows_of(self.heads), heads.shown_columns(self.heads)),
             scale=self.scale and _sentence(self.scale),
             kinds=tuple(dict.fromkeys(kinds)),
             others=[tensor for tensor in self.tensors if tensor.status == "skipped" or tensor.notes],
@@ -301,23 +308,6 @@ def _sentence(scale: MovableScale) -> Message:
     if not parts:
         return said
     return joined([said, say("By pairs of weights in blocks: {parts}.", parts=joined(parts, "; "))], " ")
-
-
-def _heads(heads: Sequence[HeadMeasurement]) -> Iterator[RenderableType]:
-    """One row per attention block with the smallest and the largest norm over its heads."""
-    blocks: dict[str, list[HeadMeasurement]] = {}
-    for head in heads:
-        blocks.setdefault(head.path, []).append(head)
-    table = bare_table("norms of heads in", ["heads", *ROLES, "logits up to"])
-    for path, members in islice(blocks.items(), _BLOCKS):
-        ends = ([f(getattr(head, role) for head in members) for f in (min, max)] for role in ROLES)
-        bounds = [head.logit_bound for head in members if head.logit_bound is not None]
-        cells = [f"{number(a)}–{number(b)}" for a, b in ends]
-        cells.append(number(max(bounds)) if len(bounds) == len(members) else "–")
-        table.add_row(Text(shorten(path or local("the model"))), str(len(members)), *cells)
-    yield table
-    if len(blocks) > _BLOCKS:
-        yield Text(local(say("and {n} more blocks: to_dict() has all heads", n=len(blocks) - _BLOCKS)), style="dim")
 
 
 def _signal_table(signals: Sequence[Signal], width: int) -> RichTable:

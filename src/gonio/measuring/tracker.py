@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from gonio.editing.steps import watch
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
+from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import Finding
@@ -29,8 +30,9 @@ from gonio.measuring.showing.live import SECONDS, LivePage, checked_page
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
+from gonio.measuring.training.attention import ATTENTION, AttentionFigures, attention_rows
 from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
-from gonio.measuring.training.steps import TRAINING, Also, StepFigures, checked_optimizers
+from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers
 from gonio.messages import say
 from gonio.surgery import Where, as_selector, sites
 
@@ -60,6 +62,11 @@ class Tracker:
     filter_rotation_…       min, median and max over filters, on request
     ======================  ================================================================================
 
+    With `also=("attention",)` each attention has a row, from the forwards in training mode since the step before: the
+    `largest_logit` of its heads, their mean `entropy` in nats, the smallest `entropy_share` of a head (1 for equal
+    probabilities), and `one_token_heads`, how many attend to one token (see :func:`gonio.measure`). Of several
+    processes, it is that of the first one's batch. Hooks are there before the steps that are recorded only.
+
     Args:
         model: wrapped or not; layers swapped later are measured too.
         to: loggers. A logger is recognised by the first method that it has of `add_scalar(tag, value, step)`
@@ -71,7 +78,8 @@ class Tracker:
         every: number of steps from one measurement to the next.
         where: the layers to measure; all by default.
         also: figures that take more time or memory: "filter_rotation"; "initial_angle", for which a copy of the weights
-            stays in the memory of the CPU.
+            stays in the memory of the CPU; "attention", for which the model runs once at the start.
+        example: for "attention", an input as :func:`gonio.surgery.anatomy` takes it; None for a generated one.
         figures: "all", or with an optimizer only those of the "training": without angles and spectra, a measurement is
             cheap enough for every step.
         page: the path of a page (`.html`), with an optimizer: it is written anew while the network trains, at most
@@ -87,13 +95,17 @@ class Tracker:
     Attributes:
         rows: a dict with `step`, `layer` and the figures, for each measured step and layer. A figure that does not
             apply is absent: a depthwise convolution has no angles.
+        heads: for "attention", each recorded step with what each head attends to.
         findings: what the rules of :func:`gonio.measure` found in single weights, such as filters that collapse onto
-            one direction, each with the step at which it was first seen; not with `figures="training"`.
+            one direction, each with the step at which it was first seen; not with `figures="training"`. For
+            "attention", also what they found in heads.
 
     Raises:
         InvalidArgumentError: if `every` is not positive, or for an object that is not a logger or not an optimizer of
             the model, for a page that cannot be written, and for `histograms` without a logger that takes them.
-        NoMatchError: if `where` selects no layer that has filters.
+        NoMatchError: if `where` selects no layer that has filters; for "attention", if none can be observed, with the
+            reasons.
+        NotApplicableError: for "attention" of a model with sharded parameters.
 
     Note:
         With several processes, call it in all of them, because gathering sharded weights needs all. Only the first one
@@ -129,6 +141,7 @@ class Tracker:
         also: Also = (),
         figures: Literal["all", "training"] = "all",
         copies: Literal["all", "one"] = "all",
+        example: Any = None,
         page: str | os.PathLike[str] | None = None,
         histograms: bool = False,
     ) -> None:
@@ -143,8 +156,10 @@ class Tracker:
             paths = [entry.path[:80] for entry in found if entry.name not in left]
             refused = [f"{entry.path[:80]} ({left[entry.name]})" for entry in found if entry.name in left]
             raise NoMatchError("Tracker", str(self._selector), paths, refused=refused)
-        optimizers = [] if optimizer is None else checked_optimizers(model, optimizer, also)
+        optimizers = [] if optimizer is None else checked_optimizers(model, optimizer)
+        self._attention = AttentionFigures(model, example) if "attention" in also else None
         self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)
+        self._figures += ATTENTION if self._attention is not None else ()
         loggers = to if isinstance(to, (list, tuple)) else [to]
         self._senders = [sender_of(logger, self._figures) for logger in loggers] if _first() else []
         self._histograms: dict[str, Histogram] | None = {} if histograms else None
@@ -152,6 +167,7 @@ class Tracker:
         self._step = self._measured = self._turn = 0
         self._one, self._only_training = copies == "one", figures == "training"
         self.rows: list[dict[str, Any]] = []
+        self.heads: list[tuple[int, HeadLogits]] = []
         self.findings: list[tuple[int, Finding]] = []
         self.training = StepFigures(model, also) if optimizers else None
         self._counts = dict.fromkeys(map(id, optimizers), 0)
@@ -161,6 +177,9 @@ class Tracker:
             acts = [partial(_shielded, weakref.ref(self), act) for act in (Tracker._before, Tracker._after)]
             self._ends.append(watch(each, before=acts[0], after=acts[1], measures=True, verb="Tracker()"))
             weakref.finalize(self, self._ends[-1]).atexit = False
+        if self._attention is not None:
+            weakref.finalize(self, self._attention.end_).atexit = False
+            self._expect()
 
     def __repr__(self) -> str:
         found = f", {len(self.findings)} findings" if self.findings else ""
@@ -181,11 +200,34 @@ class Tracker:
         self._step = self._step + 1 if number is None else number
         if self._step % self._every == 0 and self._step != self._measured:
             self.measure()
+        self._expect()
 
     def measure(self) -> None:
         """Measure now, for example before the first step; without figures of a step."""
         self._measured = self._step
-        self._record(self._step, {entry.path: self._measure(entry) for entry in self._entries()})
+        found = {entry.path: self._measure(entry) for entry in self._entries()}
+        self._record(self._step, self._with_attention(found))
+
+    def _expect(self) -> None:
+        """Observe attention if the next step is recorded."""
+        if self._attention is not None:
+            steps = self._counts.values() if self.training is not None else [self._step]
+            if any((step + 1) % self._every == 0 for step in steps):
+                self._attention.begin_()
+
+    def _with_attention(self, found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        """The rows of weights and those of attention; what the rules find in heads is kept."""
+        heads = () if self._attention is None else self._attention.take()
+        if _first():
+            self.heads += [(self._step, head) for head in heads]
+            self._keep(findings_of((), None, heads))
+        rows = attention_rows(heads)
+        return found | {path: found.get(path, {}) | row for path, row in rows.items()}
+
+    def _keep(self, findings: Iterable[Finding]) -> None:
+        """Keep what was not found before."""
+        known = {(one.code, one.path) for _, one in self.findings}
+        self.findings += [(self._step, one) for one in findings if (one.code, one.path) not in known]
 
     def _measure(self, entry: TensorEntry) -> dict[str, float]:
         """The figures of one weight; what the rules find in it is kept if it is new."""
@@ -193,15 +235,15 @@ class Tracker:
         if self._histograms is not None:
             self._histograms |= histograms_of(entry, measured)
         if _first():
-            known = {(one.code, one.path) for _, one in self.findings}
-            new = [one for one in findings_of([measured]) if (one.code, one.path) not in known]
-            self.findings += [(self._step, one) for one in new if one.level != "info"]
+            self._keep(one for one in findings_of([measured]) if one.level != "info")
         return _figures(measured)
 
     def undo_(self) -> None:
         """Remove the hooks by which steps of the optimizer are measured; rows stay."""
         for end in self._ends:
             end()
+        if self._attention is not None:
+            self._attention.end_()
         if self._live is not None and _first() and any("rotation" in row for row in self.rows):
             self._live.write(self._page(whole=True))
 
@@ -250,13 +292,13 @@ class Tracker:
 
     def _after(self, optimizer: Optimizer) -> None:
         self._step = self._measured = self._counts[id(optimizer)]
-        if self.training is None or self._step % self._every:
-            return
-        found = {}
-        for entry, figures in self.training.take(optimizer):
-            found[entry.path] = figures if self._only_training else self._measure(entry) | figures
-        if found:
-            self._record(self._step, found)
+        if self.training is not None and self._step % self._every == 0:
+            found = {}
+            for entry, figures in self.training.take(optimizer):
+                found[entry.path] = figures if self._only_training else self._measure(entry) | figures
+            if found:
+                self._record(self._step, self._with_attention(found))
+        self._expect()
 
     def _record(self, step: int, found: Mapping[str, dict[str, float]]) -> None:
         if _first():
@@ -317,7 +359,8 @@ def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> 
     for name, value, choices in (("figures", figures, ("all", "training")), ("copies", copies, ("all", "one"))):
         if value not in choices:
             raise InvalidArgumentError(f"Tracker({name}=) is one of {', '.join(choices)}", repr(value), "Choose one.")
-    if optimizer is None and (figures, copies, tuple(also)) != ("all", "all", ()):
+    check_also(also)
+    if optimizer is None and (figures, copies, set(also) - {"attention"}) != ("all", "all", set()):
         found = f"figures={figures!r}, copies={copies!r}, also={also!r} without one"
         raise InvalidArgumentError("Tracker() measures steps with optimizer=", found, "Pass the optimizer.")
 

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,17 +16,25 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, parameter_ids, real_optimizers, watch
-from gonio.editing.where import Site, Where, as_selector, sites
+from gonio.editing.where import Where, as_selector, sites
 from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.messages import counted, say
 from gonio.optim.holding import step_of_hold
 from gonio.surgery.anatomy import anatomy
-from gonio.surgery.blocks import Attention
-from gonio.surgery.products import MASKED, Product, Products
+from gonio.surgery.blocks import Anatomy, Attention
+from gonio.surgery.observing import (
+    ONE_SAMPLE,
+    Observer,
+    by_head,
+    by_index,
+    logits_of,
+    observing,
+    repeated,
+    why_not_observed,
+)
 from gonio.surgery.recording import Part
 
-_ENTRIES = 2**24  # of the logits that are computed at once
 _UNSEEN = 3  # steps without an observed logit, after which a clip says that it has no effect
 
 
@@ -113,13 +120,14 @@ def clip_qk_(
     refuse_shards(model, "clip_qk_")
     check_optimizer(optimizer, model)
     real = real_optimizers(optimizer, verb="clip_qk_")
-    chosen, left = _chosen(model, parameter_ids(optimizer), where, example)
+    found = anatomy(model, example=example)
+    chosen, left = _chosen(model, found, parameter_ids(optimizer), where)
     with Edit(model, "clip_qk_") as edit:
         edit.acts_on = list(real)
-        clip = _Clip(model, [block for _, block in chosen], float(limit))
+        clip = _Clip(model, chosen, float(limit))
         edit.on_undo(clip.end_)
-        clip.begin_(optimizer, [site.module for site, _ in chosen])
-        for _, block in chosen:
+        clip.begin_(optimizer, found)
+        for block in chosen:
             heads = {"heads": counted(block.heads, "head"), "size": block.head_size}
             edit.changed(block.path, say("logits of {heads} of {size} limited to {limit:g}", **heads, limit=limit))
         edit.note_stays(left)
@@ -150,19 +158,19 @@ def clippable(model: nn.Module, where: Where = None, *, limit: float = 100.0) ->
         ({'self_attn': ''}, frozenset({'self_attn'}))
     """
     check_arguments(limit)
-    chosen, left = _chosen(model, {id(p) for p in model.parameters()}, where, None)
-    heads = [head for _, block in chosen for head in (*block.query, *(block.key if _scales_keys(block) else ()))]
+    chosen, left = _chosen(model, anatomy(model), {id(p) for p in model.parameters()}, where)
+    heads = [head for block in chosen for head in (*block.query, *(block.key if _scales_keys(block) else ()))]
     layers = frozenset(part.tensor.rpartition(".")[0] for head in heads for part in head)
-    return {**{block.path: "" for _, block in chosen}, **left}, layers
+    return {**{block.path: "" for block in chosen}, **left}, layers
 
 
 # --- which blocks -----------------------------------------------------------------------------------------------------
 
 
 def _chosen(
-    model: nn.Module, trained: set[int], where: Where, example: Any
-) -> tuple[list[tuple[Site, Attention]], dict[str, str]]:
-    selector, found = as_selector(where), anatomy(model, example=example)
+    model: nn.Module, found: Anatomy, trained: set[int], where: Where
+) -> tuple[list[Attention], dict[str, str]]:
+    selector = as_selector(where)
     at = {site.path: site for site in sites(model)}
     parameters = dict(unwrapped(model).named_parameters())
     reasons = dict(found.unknown)
@@ -175,15 +183,16 @@ def _chosen(
             reasons[block.path] = why
     able = [block for block in found.attention if block.path not in reasons]
     left = {path: why for path, why in reasons.items() if at[path].matches(selector)}
-    chosen = [(at[block.path], block) for block in able if at[block.path].matches(selector)]
+    chosen = [block for block in able if at[block.path].matches(selector)]
     if not chosen:
         refused = [f"{path or 'the model'} ({why})" for path, why in left.items()]
         raise NoMatchError("clip_qk_", str(selector), [block.path for block in able], refused=refused)
     for path, why in left.items() if where is not None else ():
         kind = at[path].kind
         raise NotApplicableError("clip_qk_", path, why, "Exclude it in `where`.", action="clip logits of", kind=kind)
-    for site, block in chosen:
-        if any(isinstance(hook, _Observe) and hook.acts for hook in site.module._forward_pre_hooks.values()):
+    for block in chosen:
+        hooks = at[block.around].module._forward_pre_hooks.values()
+        if any(isinstance(hook, _Observe) and hook.acts for hook in hooks):
             raise AlreadyAppliedError("clip_qk_", block.path, "a clip of its logits")
     return chosen, left
 
@@ -194,12 +203,8 @@ def _why_not(block: Attention, parameters: Mapping[str, nn.Parameter], trained: 
         return say("a norm follows its queries or keys, so that their scale has no effect")
     if not block.scales[0]:
         return say("its logits are not proportional to its queries, as with a cap or a bias of positions")
-    if not block.alone:
-        return say("it multiplies several queries and keys")
-    if any(head != index % block.heads for index, head in enumerate(block.places[1])):
-        return say("its heads and its batch are one dimension in which the heads come first")
-    if block.kernel:
-        return say("a registered kernel computes its logits, which cannot be read")
+    if (why := why_not_observed(block)) is not None:
+        return why
     parts = [part for head in (*block.query, *(block.key if _scales_keys(block) else ())) for part in head]
     for name in dict.fromkeys(name for part in parts for name in (part.tensor, part.bias) if name):
         if id(parameters[name]) not in trained:
@@ -228,13 +233,10 @@ class _Clip:
         self._ends: list[Any] = []
         self._steps, self._seen = 0, False
 
-    def begin_(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Observe the forwards of these modules, and the optimizer's steps."""
-        for block, module in zip(self.blocks, modules, strict=True):
-            observe = _Observe(block, self.limit, weakref.ref(optimizer))
-            self._observed.append(observe)
-            self._ends.append(module.register_forward_pre_hook(observe).remove)
-            self._ends.append(module.register_forward_hook(_Leave(observe), always_call=True).remove)
+    def begin_(self, optimizer: Optimizer, found: Anatomy) -> None:
+        """Observe the forwards of the blocks' modules, and the optimizer's steps."""
+        self._observed = [_Observe(block, self.limit, weakref.ref(optimizer)) for block in self.blocks]
+        self._ends += observing(self._observed, {site.path: site.module for site in sites(self._model)}, found)
         self._ends.append(watch(optimizer, after=self._after, verb="clip_qk_"))
 
     def end_(self) -> None:
@@ -301,52 +303,45 @@ def _scale_(parameters: Mapping[str, nn.Parameter], parts: Sequence[Part], facto
 # --- logits -----------------------------------------------------------------------------------------------------------
 
 
-class _Observe:
-    """A hook before the forward of an attention module, in training; :class:`_Leave` is the one after it."""
+class _Observe(Observer):
+    """Keeps the largest logits of an attention in training since the last step."""
 
     def __init__(self, block: Attention, limit: float, optimizer: weakref.ref[Optimizer] | None = None) -> None:
-        self.block, self.limit, self._optimizer = block, limit, optimizer
+        super().__init__(block)
+        self.limit, self._optimizer = limit, optimizer
         self.largest: Tensor | None = None
-        self._running: list[_Logits | None] = []
 
     @property
     def acts(self) -> bool:
         """Whether its optimizer is there; without one, as in a copy of the model, nothing is observed."""
         return self._optimizer is not None and self._optimizer() is not None
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        mode = _Logits(self) if module.training and self.acts else None
-        self._running.append(mode)
-        if mode is not None:
-            mode.__enter__()
+    def wants(self, module: nn.Module) -> bool:
+        """In training."""
+        return module.training and self.acts
 
-    def leave(self) -> None:
-        """The forward is over."""
-        mode = self._running.pop() if self._running else None
-        if mode is not None:
-            mode.__exit__(None, None, None)
+    def softmaxed(self, logits: Tensor, query: Tensor | None, key: Tensor | None) -> None:
+        """All of them are there."""
+        self._add(by_index(logits.amax((-2, -1)), self.block).amax(0))
 
-    def add(self, values: Tensor) -> None:
+    def multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> None:
+        """They are computed only if a bound exceeds the limit."""
+        norms = [torch.linalg.vector_norm(t, dim=-1, keepdim=True, dtype=torch.float32) for t in (query, key)]
+        largest = [t.amax((-2, -1)) for t in (norms[0], repeated(norms[1], query))]
+        found = by_index(scale * largest[0] * largest[1], self.block).amax(0)
+        if float(found.amax()) > self.limit:
+            parts = logits_of(query, repeated(key, query), mask, causal, scale)
+            most = torch.stack([logits.amax((-2, -1)) for logits, _ in parts]).amax(0)
+            found = by_index(most, self.block).amax(0)
+        self._add(found)
+
+    def _add(self, values: Tensor) -> None:
         """The largest logits by index, in the order of the leading dimensions."""
-        places = self.block.places[1] or (0,)
-        in_order = places == tuple(range(len(values)))
-        heads = values.float() if in_order else self._by_head(values, places)
+        heads = by_head(values.float(), self.block, "amax")
+        if heads is None:
+            do = "Pass an example of two samples to clip_qk_."
+            raise NotApplicableError("clip_qk_", self.block.path, ONE_SAMPLE, do, action="clip logits of")
         self.largest = heads if self.largest is None else torch.maximum(self.largest, heads)
-
-    def _by_head(self, values: Tensor, places: tuple[int, ...]) -> Tensor:
-        """The largest value of each head, of which several indices may be."""
-        order = torch.tensor(places, device=values.device)
-        if len(values) != len(order):  # batch and heads are one dimension, in the order of the example's
-            if len(order) == self.block.heads:
-                why = (
-                    "batch and heads are one dimension, and the example has one sample, which does not show their order"
-                )
-                do = "Pass an example of two samples to clip_qk_."
-                raise NotApplicableError("clip_qk_", self.block.path, why, do, action="clip logits of")
-            order = torch.arange(len(values), device=values.device) % self.block.heads
-        heads = torch.full((self.block.heads,), -math.inf, device=values.device)
-        heads.scatter_reduce_(0, order, values.float(), "amax")
-        return heads
 
     def taken(self) -> Tensor | None:
         """What was observed since the last step."""
@@ -358,94 +353,3 @@ class _Observe:
 
     def __reduce__(self) -> Any:
         return _Observe, (self.block, self.limit)
-
-
-@dataclass(frozen=True, eq=False)
-class _Leave:
-    observe: _Observe
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.observe.leave()
-
-
-class _Logits(Products):
-    """Reads the logits of the functions that an attention module calls."""
-
-    def __init__(self, observe: _Observe) -> None:
-        super().__init__()
-        self._observe = observe
-
-    def found(self, product: Product, args: Any, kwargs: Any) -> None:
-        """The softmax has logits, a fused kernel has queries and keys."""
-        with torch.no_grad():
-            if product.logits is not None:
-                self._observe.add(_by_index(product.logits.detach().amax((-2, -1)), self._observe.block))
-                return
-            given = [*args[3:], *[None] * (7 - len(args))]
-            mask = kwargs.get("attn_mask", given[0])
-            causal, scale = kwargs.get("is_causal", given[2]), kwargs.get("scale", given[3])
-            self._multiplied(product.query, product.key, mask, bool(causal), scale)
-
-    def packed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """torch's attention, run with a softmax and a fused kernel that show what they are given."""
-        given, heads = func.__globals__, kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
-
-        def softmax(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.found(Product("", x, x, logits=x.unflatten(0, (-1, heads))), args, kwargs)
-            return given["softmax"](x, *args, **kwargs)
-
-        def attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.found(Product("", query, key), (query, key, *args), kwargs)
-            return given["scaled_dot_product_attention"](query, key, *args, **kwargs)
-
-        names = given | {"softmax": softmax, "scaled_dot_product_attention": attention}
-        shown = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-        shown.__kwdefaults__ = func.__kwdefaults__
-        return shown(*args, **kwargs)
-
-    def _multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> None:
-        block, limit = self._observe.block, self._observe.limit
-        query, key = query.detach(), key.detach()
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        norms = [torch.linalg.vector_norm(t, dim=-1, keepdim=True, dtype=torch.float32) for t in (query, key)]
-        largest = [t.amax((-2, -1)) for t in (norms[0], _repeated(norms[1], query))]
-        bound = _by_index(scale * largest[0] * largest[1], block)
-        if float(bound.amax()) > limit:
-            bound = _by_index(_largest(query, _repeated(key, query), mask, causal, scale), block)
-        self._observe.add(bound)
-
-
-def _repeated(key: Tensor, query: Tensor) -> Tensor:
-    """The keys of fewer heads, once for each head of the queries."""
-    for dim in range(query.ndim - 2):
-        if key.shape[dim] not in (1, query.shape[dim]):
-            key = key.repeat_interleave(query.shape[dim] // key.shape[dim], dim)
-    return key
-
-
-def _by_index(values: Tensor, block: Attention) -> Tensor:
-    """The largest value for each index along the dimensions that count heads; the last two are reduced already."""
-    if not block.places[0]:
-        return values.amax().reshape(1)
-    dims = [dim + 2 for dim in block.places[0]]
-    last = values.movedim(dims, list(range(-len(dims), 0))).flatten(values.ndim - len(dims))
-    return last.reshape(-1, last.shape[-1]).amax(0)
-
-
-def _largest(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """The largest logit of the allowed pairs by leading index; some queries at once."""
-    length, keys = query.shape[-2], key.shape[-2]
-    rows = max(1, _ENTRIES // max(1, query[..., 0, 0].numel() * keys))
-    found = []
-    for start in range(0, length, rows):
-        logits = (query[..., start : start + rows, :].float() @ key.float().mT) * scale
-        if causal:
-            later = (
-                torch.arange(keys, device=query.device) > torch.arange(start, length, device=query.device)[:rows, None]
-            )
-            logits = logits.masked_fill(later, -math.inf)
-        if mask is not None:
-            part = mask[..., start : start + rows, :] if mask.shape[-2] == length else mask
-            logits = logits.masked_fill(~part if part.dtype == torch.bool else part <= MASKED, -math.inf)
-        found.append(logits.amax((-2, -1)))
-    return torch.stack(found).amax(0)

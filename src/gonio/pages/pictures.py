@@ -378,3 +378,10 @@ def course(values: Values, predicted: Values, low: float, high: float, *, title:
     marks = (Line(steps, missing), Line(steps[: len(predicted)], [value or None for value in predicted], "ink", 1.0))
     ends = say("first step|rotation per step, {low} to {high} rad|last step", low=number(low), high=number(high))
     return Picture(title, Axis(0.0, max(len(values) - 1, 1)), Axis(low, high, log=True), marks, ends=ends)
+
+
+def over_steps(values: Values, high: float, *, title: str) -> Picture:
+    """A figure from 0 to `high` over the steps of a training."""
+    ends = say("first step|0 to {high}|last step", high=number(high))
+    x = Axis(0.0, max(len(values) - 1, 1))
+    return Picture(title, x, Axis(0.0, high), (Line(list(range(len(values))), list(values)),), ends=ends)

@@ -104,9 +104,9 @@ def _taken_apart(model: nn.Module, run: Recording) -> Anatomy:
     names: dict[int, list[str]] = {}
     for name, parameter in run.parameters.items():
         names.setdefault(id(parameter), []).append(name)
-    paths = Counter(path for path, _ in blocks) + Counter(list(unknown))
+    arounds = Counter(block.around for block in blocks.values()) + Counter(list(unknown))
     return Anatomy(
-        tuple(replace(block, alone=paths[block.path] == 1) for block in blocks.values()),
+        tuple(replace(block, alone=arounds[block.around] == 1) for block in blocks.values()),
         tuple(dict.fromkeys(mlp for mlp in _mlps(run) if mlp.down.tensor not in read)),
         tuple(dict.fromkeys(name for name, _ in run.tables)),
         tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
@@ -285,6 +285,7 @@ class _Block:
         return Attention(
             self.product.path, query, key, value, output, tuple(groups), self._rows(shared),
             _rotation(entries), normed, scales, linear, logits, where, kernel=self.product.kernel,
+            around=self.product.around,
         )  # fmt: skip
 
     def _logits(

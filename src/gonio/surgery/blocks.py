@@ -82,8 +82,9 @@ class Attention:
     logits: Logits | None = field(default=None, repr=False)
     # Where queries (…, tokens, size) count the heads: dimensions from the end, and the head of each index along them.
     places: tuple[tuple[int, ...], tuple[int, ...]] = field(default=((), ()), repr=False)
-    alone: bool = field(default=True, repr=False)  # whether the module multiplies no other queries and keys
+    alone: bool = field(default=True, repr=False)  # whether no other queries and keys are multiplied there
     kernel: bool = field(default=False, repr=False)  # whether a registered module computes it, by no function of torch
+    around: str = field(default="", repr=False)  # the innermost module that runs that one and the softmax
 
     @property
     def heads(self) -> int:

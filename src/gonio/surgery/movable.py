@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from gonio.messages import say
 from gonio.surgery.equivalent import SameFunction
-from gonio.surgery.facts import WEIGHTED
+from gonio.surgery.facts import WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, called_function
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
 from gonio.surgery.symmetries import BlockSymmetries, block_symmetries
@@ -97,11 +97,12 @@ def may_attend(graph: Graph) -> bool:
 
 
 def _of_blocks(graph: Graph, node: fx.Node) -> bool:
-    """Whether a node is a product of matrices, a gate of a linear layer, or a layer of several matrices."""
+    """Whether a node is a product of matrices, a gate of a linear layer, a layer of several matrices, or a kernel."""
     module, called = graph.called(node), called_function(node)
     gates = called in ("mul", "imul") and any(isinstance(graph.called(user), _AFTER_GATES) for user in node.users)
     matrices = module is not None and not isinstance(module, WEIGHTED) and any(p.ndim > 1 for p in module.parameters())
-    return gates or matrices or called in _PRODUCTS
+    kernel = module is not None and facts_of(module).attends is not None
+    return gates or matrices or kernel or called in _PRODUCTS
 
 
 # --- the least sum of squares -------------------------------------------------------------------------

@@ -36,12 +36,15 @@ class Product:
     key: Tensor
     value: Tensor | None = None
     out: Tensor | None = None
-    logits: Tensor | None = None  # the softmax's input
+    logits: Tensor | None = None  # the softmax's input, (…, queries, keys)
     scale: float | None = None  # of a kernel without logits; None for its default
     calls: int = 0  # of layers before it was complete
     kernel: bool = False  # a registered module computes it, by no function of torch
     passed: set[str] = field(default_factory=set)  # functions other than affine ones between product and softmax
     mixed: bool = False  # layers are between the softmax and the values
+    order: tuple[int, ...] = ()  # of the dimensions of an einsum's result, so that it is (…, queries, keys)
+    stack: tuple[str, ...] = ()  # paths of the modules that run when queries and keys are multiplied
+    around: str = ""  # the innermost of them that also runs the softmax
 
 
 class Products(TorchFunctionMode):
@@ -79,7 +82,8 @@ class Products(TorchFunctionMode):
         elif name == "scaled_dot_product_attention":
             query, key, value = operands[:3]
             scale = kwargs.get("scale", args[6] if len(args) > 6 else None)
-            self.found(Product(self.stack[-1], query, key, value, out, scale=scale), args, kwargs)
+            path = self.stack[-1]
+            self.found(Product(path, query, key, value, out, scale=scale, around=path), args, kwargs)
         elif name in _PRODUCTS and isinstance(out, Tensor):
             self._product(name, operands, args, out)
         else:
@@ -95,14 +99,16 @@ class Products(TorchFunctionMode):
     def label(self, sources: Sequence[Tensor], out: Any, name: str) -> Any:
         """Pass on the label of an argument: masks, scales and biases leave logits what they are."""
         label = next((self._labels[id(t)] for t in sources if id(t) in self._labels), None)
-        if label is not None:
+        if label is None:
+            return out
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        made = [t for t in results if isinstance(t, Tensor) and t.is_floating_point()]
+        if made:  # a question, such as that for a shape, changes nothing
             others = [t for t in sources if id(t) not in self._labels]
             if label[1] == "logits" and (name not in _AFFINE or any(t.requires_grad for t in others)):
                 label[2].passed.add(name)  # also the sum with a trained bias, which may be 0 now
             label[2].mixed |= label[1] == "shares" and name in LAYERS and label[2].value is None
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._labels[id(tensor)] = (tensor, *label[1:])
+            self._labels.update({id(tensor): (tensor, *label[1:]) for tensor in made})
         return out
 
     def _product(self, name: str, operands: list[Tensor], args: Any, out: Tensor) -> None:
@@ -111,7 +117,7 @@ class Products(TorchFunctionMode):
         if len(pair) != 2 or min(t.ndim for t in pair) < 2:
             return
         labels = [self._labels.get(id(t)) for t in pair]
-        left, right = (pair[0], pair[1].mT) if name != "einsum" else _spelled(args[0], *pair)
+        left, right, order = (pair[0], pair[1].mT, ()) if name != "einsum" else _spelled(args[0], *pair)
         for label, shares, other in ((labels[0], left, right), (labels[1], right, left)):
             if label is not None and label[1] == "shares" and label[2].value is None:
                 if _of_queries(shares):
@@ -120,17 +126,23 @@ class Products(TorchFunctionMode):
                 self.valued(label[2])
                 return
         if all(label is None or label[1] == "logits" for label in labels) and left.ndim >= 2:  # of blocks before
-            self._labels[id(out)] = (out, "logits", Product(self.stack[-1], left, right))
+            made = Product(self.stack[-1], left, right, order=order, stack=tuple(self.stack))
+            self._labels[id(out)] = (out, "logits", made)
 
     def _softmax(self, x: Tensor, args: Any, kwargs: Any, out: Tensor) -> None:
         label = self._labels.get(id(x))
         dim = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
-        if label is None or label[1] != "logits" or dim is None or dim % x.ndim < x.ndim - 2:
+        if label is None or label[1] != "logits" or dim is None:
             return
         product = label[2]
-        if dim % x.ndim == x.ndim - 2:
-            product.query, product.key = product.key, product.query
-        product.logits = x
+        order = product.order if len(product.order) == x.ndim else tuple(range(x.ndim))
+        place = order.index(dim % x.ndim) - x.ndim
+        if place < -2:
+            return
+        product.around = next((path for path in reversed(product.stack) if path in self.stack), "")
+        product.logits = x if product.order == () else x.permute(order)
+        if place == -2:
+            product.query, product.key, product.logits = product.key, product.query, product.logits.mT
         self._labels[id(out)] = (out, "shares", product)
         self.found(product, args, kwargs)
 
@@ -152,9 +164,12 @@ def tensors_of(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     return found
 
 
-def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands of an einsum as (…, i, c) and (…, j, c); empty ones where it is no product of two matrices."""
-    nothing = torch.empty(0), torch.empty(0)
+def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """The operands of an einsum as (…, i, c) and (…, j, c), and the order that brings its result to (…, i, j).
+
+    Empty ones where it is no product of two matrices.
+    """
+    nothing = torch.empty(0), torch.empty(0), ()
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         return nothing
     inputs, out = equation.replace(" ", "").split("->")
@@ -167,4 +182,4 @@ def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return nothing
     left, right = (t.permute(*[each.index(x) for x in (*shared, *mine, *summed)])
                    for t, each, mine in zip((a, b), letters, own, strict=True))  # fmt: skip
-    return left, right
+    return left, right, tuple(out.index(x) for x in (*shared, *own[0], *own[1]))

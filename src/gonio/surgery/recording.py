@@ -380,7 +380,8 @@ class Recorder(Products):
             del self.run.calls[before:]
             self.run.unknown[self.stack[-1]] = "torch's attention gives another result than its formula"
             return result
-        self.found(Product(self.stack[-1], query, key, value, out, logits), (), {})
+        path = self.stack[-1]
+        self.found(Product(path, query, key, value, out, logits, around=path), (), {})
         operands = [each for each in (x, a["out_proj_weight"], a["out_proj_bias"]) if each is not None]
         whole = self._layer("linear", operands, y)
         return (y if whole is None else whole, *result[1:])

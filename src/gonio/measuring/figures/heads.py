@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum, hypot, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import GonioError
+from gonio.errors import GonioError, listing
 from gonio.execution import is_sharded
 from gonio.geometry.attention import largest_product
+from gonio.measuring.figures.attention import HeadLogits, logits_on
+from gonio.messages import say
 from gonio.surgery import Anatomy, Attention, Part, anatomy
 from gonio.surgery.blocks import Normalized
 from gonio.surgery.equivalent import SameFunction
@@ -35,6 +37,8 @@ class HeadMeasurement:
         logit_bound: an upper bound of the absolute logits of the head on any input, by
             :func:`gonio.geometry.logit_bound`, without biases of positions that are added; None where the queries and
             keys are not computed from the results of known norms.
+        largest_logit, entropy, entropy_share, one_token: on a batch, as :class:`HeadLogits` says; None without one, and
+            where the logits could not be read.
         query, key, value: the Frobenius norms of the rows that compute them, and `output` that of the columns that
             read the head. Rows of keys that all heads share are in the key of each.
     """
@@ -47,6 +51,18 @@ class HeadMeasurement:
     value: float
     output: float
     logit_bound: float | None = None
+    largest_logit: float | None = None
+    entropy: float | None = None
+    entropy_share: float | None = None
+    one_token: float | None = None
+
+    @property
+    def logits(self) -> HeadLogits:
+        """What the head attends to on the batch."""
+        return HeadLogits(self.path, self.head, **{name: getattr(self, name) for name in ON_BATCH})
+
+
+ON_BATCH = ("largest_logit", "entropy", "entropy_share", "one_token")
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,32 @@ def heads_in(found: Anatomy, read: Read) -> tuple[HeadMeasurement, ...]:
             norm_of = dict(zip(ROLES, values, strict=True))
             made.append(HeadMeasurement(block.path, head, block.groups[head], logit_bound=bound, **norm_of))  # type: ignore[arg-type]
     return tuple(made)
+
+
+def with_logits(
+    heads: tuple[HeadMeasurement, ...], found: Anatomy, model: nn.Module, batch: Any
+) -> tuple[tuple[HeadMeasurement, ...], tuple[str, ...]]:
+    """The heads with what they attend to on a batch, and notes on the attention where that is not known.
+
+    Args:
+        model: in evaluation mode.
+    """
+    try:
+        read, reasons = logits_on(model, batch, found)
+    except Exception as error:  # the model can raise anything
+        said = str(error).strip().partition("\n")[0][:200]
+        return heads, (say("Logits were not measured: {why}.", why=f"{type(error).__name__}: {said}"),)
+    at = {(each.path, each.head): {name: getattr(each, name) for name in ON_BATCH} for each in read}
+    without = {path for path, _ in at} - {head.path for head in heads}
+    reasons |= dict.fromkeys(without, say("its tensors have no values that can be read"))
+    by_reason: dict[str, list[str]] = {}
+    for path, why in reasons.items():
+        by_reason.setdefault(why, []).append(path or say("the model"))
+    notes = [
+        say("Logits of {paths} were not measured: {why}.", paths=listing(paths, limit=3), why=why)
+        for why, paths in by_reason.items()
+    ]
+    return tuple(replace(head, **at.get((head.path, head.head), {})) for head in heads), tuple(notes)
 
 
 def head_changes(found: Anatomy, before: Read, change: Read) -> tuple[HeadChange, ...]:

@@ -17,9 +17,10 @@ from gonio.editing.twin import evaluating
 from gonio.editing.wrapping import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
-from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of
+from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of, with_logits
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.private_torch import BATCH_NORMS
+from gonio.messages import say
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.equivalent import SameFunction
@@ -185,8 +186,19 @@ def _read(model: nn.Module, batch: Any, *, blocks: bool) -> Structure:
         constant = tuple(dict.fromkeys(path for path, node in _zero_calls(graph) if _on_every_path(node)))
         parts = found.blocks.anatomy
         heads = () if parts is None else heads_in(parts, parameters_of(twin))
+        silent: tuple[str, ...] = ()
+        if batch is not None and parts is not None:
+            heads, silent = with_logits(heads, parts, twin, batch)
+        elif batch is not None:
+            silent = tuple(say("Logits were not measured: {why}.", why=why) for why in found.blocks.left)
         return Structure(
-            scale, graph.norm_after, graph.scale_invariant, constant, graph.call_counts, heads=heads, notes=notes
+            scale,
+            graph.norm_after,
+            graph.scale_invariant,
+            constant,
+            graph.call_counts,
+            heads=heads,
+            notes=(*notes, *silent),
         )
 
 

@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import listing
+from gonio.measuring.figures.attention import ONE_TOKEN, HeadLogits
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import (
     ADVICE,
+    HEAD_RULES,
     SIBLING_RULES,
     WEIGHT_RULES,
     Finding,
@@ -27,7 +29,9 @@ from gonio.measuring.reading.entry import FACTOR, LOW_RANK
 from gonio.messages import counted, say
 
 
-def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None) -> tuple[Finding, ...]:
+def findings_of(
+    tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None, heads: Iterable[HeadLogits] = ()
+) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
     made = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
     judged = [t for t in tensors if t.frobenius is not None and t.kind != LOW_RANK]
@@ -35,6 +39,7 @@ def findings_of(tensors: Sequence[TensorMeasurement], facts: ModelFacts | None =
     # a layer that is 0 is G101; a factor that is 0 among trained ones was not trained
     seen = [(placed[t.name], t) for t in judged if t.name in placed]
     made += findings_by(SIBLING_RULES, ((place, t.path) for place, t in seen if place.ratio or t.kind == FACTOR))
+    made += findings_by(HEAD_RULES, ((each, path) for path, each in by_attention(heads).items()))
     return worst_first([*made, *(findings_by(ADVICE, [(facts, "")]) if facts is not None else ())])
 
 
@@ -239,3 +244,48 @@ def trained_without_statistics(norm: nn.Module) -> bool:
     )
     unequal = all(bool((t != t.flatten()[0]).any()) for t in (gain, shift))
     return unequal and not bool(mean.any()) and not bool((var != 1).any())
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+LARGE = 100.0  # a logit; the usual limit of QK-Clip
+COLLAPSED = 0.9  # of the queries of a head that attends to one token
+
+
+def by_attention(heads: Iterable[HeadLogits]) -> dict[str, list[HeadLogits]]:
+    """The heads of each attention, by its path."""
+    found: dict[str, list[HeadLogits]] = {}
+    for head in heads:
+        found.setdefault(head.path, []).append(head)
+    return found
+
+
+@rule("G413", HEAD_RULES)
+def _large_logits(heads: Sequence[HeadLogits]) -> str | None:
+    large = [(head.largest_logit, head.head) for head in heads if (head.largest_logit or 0.0) > LARGE]
+    if not large:
+        return None
+    most, head = max(large)
+    counts = {"count": len(large), "heads": counted(len(heads), "head")}
+    return say("the largest logit is {most:.3g}, in head {head}; {count} of {heads} exceed {LARGE:g}", most=most,
+               head=head, LARGE=LARGE, **counts)  # fmt: skip
+
+
+@rule("G414", HEAD_RULES)
+def _one_token(heads: Sequence[HeadLogits]) -> str | None:
+    single = one_token_heads(heads)
+    if 2 * single <= len(heads):
+        return None
+    return say(
+        "{count} of {heads} attend to one token: at {share:.0%} or more of the queries it has a probability of "
+        "{least} or more",
+        count=single,
+        heads=counted(len(heads), "head"),
+        share=COLLAPSED,
+        least=ONE_TOKEN,
+    )
+
+
+def one_token_heads(heads: Iterable[HeadLogits]) -> int:
+    """How many heads attend to one token."""
+    return sum(head.one_token is not None and head.one_token >= COLLAPSED for head in heads)

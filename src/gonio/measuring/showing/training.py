@@ -13,7 +13,7 @@ from gonio.measuring.training.advice import LayerRotation, advice
 from gonio.messages import say
 from gonio.pages.charts import Lane
 from gonio.pages.picture import spark
-from gonio.pages.pictures import course
+from gonio.pages.pictures import course, over_steps
 from gonio.pages.tables import number
 
 
@@ -42,6 +42,50 @@ MORE: tuple[More, ...] = (
      lambda row: row.curve),
     (say("why"), say("fits, or the reason why rotation and prediction differ"), "text", lambda row: row.reason),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrackedAttention:
+    """One attention on the page: its figures at the last step, and two curves over time."""
+
+    path: str
+    largest_logit: float
+    entropy_share: float | None
+    one_token_heads: int
+    logits: Any
+    entropies: Any
+
+
+ATTENTION: tuple[Column[TrackedAttention], ...] = (
+    Column("largest_logit", "largest logit", "of all heads in the forwards of the last recorded step", 13),
+    Column("entropy_share", "entropy share", "entropy of the probabilities over its maximum, of the head with the "
+           "smallest: 1 for equal probabilities, 0 for one token", 11),
+    Column("one_token_heads", "on one token", "heads that attend to one token", 12,
+           lambda row: str(row.one_token_heads)),
+)  # fmt: skip
+CURVES: tuple[More, ...] = (
+    (say("logits over time"), say("the largest logit, on one scale for all"), "spark", lambda row: row.logits),
+    (say("entropy over time"), say("its share of the maximum, of the head with the smallest"), "spark",
+     lambda row: row.entropies),
+)  # fmt: skip
+
+
+def _attention(rows: Sequence[Mapping[str, Any]]) -> list[TrackedAttention]:
+    """One for each attention in a tracker's rows."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "largest_logit" in row:
+            found.setdefault(row["layer"], []).append(row)
+    high = max((row["largest_logit"] for mine in found.values() for row in mine), default=1.0)
+    made = []
+    for path, mine in found.items():
+        last = mine[-1]
+        logits = over_steps([row["largest_logit"] for row in mine], max(high, 1.0), title=say("largest logit"))
+        shares = [row.get("entropy_share") for row in mine]
+        entropies = over_steps(shares, 1.0, title=say("entropy over its maximum"))
+        single = int(last.get("one_token_heads", 0))
+        made.append(TrackedAttention(path, last["largest_logit"], shares[-1], single, spark(logits), spark(entropies)))
+    return made
 
 
 def training_page(
@@ -73,6 +117,7 @@ def training_page(
         shared=shared,
         map=layer_map(shown, (), _lanes(layers)),
         found=found,
+        attention=(_attention(rows), ATTENTION, CURVES),
         advice=advice(layers, rows),
         first=min(steps, default=0),
         last=max(steps, default=0),

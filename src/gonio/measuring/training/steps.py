@@ -21,8 +21,8 @@ from gonio.optim.holding import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
 
-Also = Collection[Literal["filter_rotation", "initial_angle"]]
-ALSO = ("filter_rotation", "initial_angle")
+Also = Collection[Literal["filter_rotation", "initial_angle", "attention"]]
+ALSO = ("filter_rotation", "initial_angle", "attention")
 TRAINING = (  # the columns of a CSV file, in this order
     *("learning_rate", "rotation", "predicted_rotation", "relative_update", "radial_share", "effective_rate"),
     *("filter_rotation_min", "filter_rotation_median", "filter_rotation_max", "initial_angle"),
@@ -30,11 +30,18 @@ TRAINING = (  # the columns of a CSV file, in this order
 Figures = dict[str, float]
 
 
-def checked_optimizers(model: nn.Module, optimizer: Any, also: Also) -> list[Optimizer]:
+def check_also(also: Also) -> None:
+    """Refuse unknown figures."""
+    unknown = [name for name in also if name not in ALSO]
+    if isinstance(also, str) or unknown:
+        raise InvalidArgumentError(f"Tracker(also=) takes {', '.join(ALSO)}", repr(also), "Pass a tuple of them.")
+
+
+def checked_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
     """The optimizers as a list, without their wrappers.
 
     Raises:
-        InvalidArgumentError: for other objects, optimizers of another model, and unknown figures in `also`.
+        InvalidArgumentError: for other objects, and optimizers of another model.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     known = {id(p) for p in model.parameters()}
@@ -46,9 +53,6 @@ def checked_optimizers(model: nn.Module, optimizer: Any, also: Also) -> list[Opt
             do = "Pass the optimizer that trains this model."
             found = f"a {type(each).__name__} of other parameters"
             raise InvalidArgumentError("Tracker(optimizer=) trains the model's parameters", found, do)
-    unknown = [name for name in also if name not in ALSO]
-    if isinstance(also, str) or unknown:
-        raise InvalidArgumentError(f"Tracker(also=) takes {', '.join(ALSO)}", repr(also), "Pass a tuple of them.")
     return list({id(real): real for each in given for real in real_optimizers(each, verb="Tracker()")}.values())
 
 
