@@ -22,10 +22,12 @@ from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
 from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
-from gonio.measuring.findings.rules import LEVELS, RULES, Finding
+from gonio.measuring.figures.moments import StateMeasurement, measure_states
+from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
+from gonio.measuring.findings.state_rules import among_states, of_optimizer
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
-from gonio.measuring.reading.source import name_of, small_json
+from gonio.measuring.reading.source import name_of, optimizer_of, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -97,6 +99,7 @@ class CheckResult(Table[TensorCheck]):
         tensors: one :class:`TensorCheck` per tensor.
         findings: what is wrong or unusual, errors first.
         notes: remarks on how it was read.
+        optimizer: one row per parameter of which an optimizer has state.
 
     Example:
         >>> gonio.check({"w": torch.ones(2)})["w"].constant
@@ -110,6 +113,7 @@ class CheckResult(Table[TensorCheck]):
     tensors: tuple[TensorCheck, ...]
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    optimizer: tuple[StateMeasurement, ...] = ()
 
     @property
     def intact(self) -> bool:
@@ -155,6 +159,7 @@ class CheckResult(Table[TensorCheck]):
             "findings": json_data(self.findings),
             "notes": json_data(self.notes),
             "tensors": json_data(self.tensors),
+            "optimizer": json_data(self.optimizer),
         }
 
     def __repr__(self) -> str:
@@ -260,7 +265,10 @@ def check(
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
     findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files)])
-    return CheckResult(name_of(source), contents, tensors, findings, notes)
+    states = optimizer_of(source)
+    rows = among_states(measure_states(states.parameters, jobs))
+    findings = worst_first([*findings, *of_optimizer(states, rows, values=False)])
+    return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes), rows)
 
 
 def _folder(held: Inventory) -> Path | None:

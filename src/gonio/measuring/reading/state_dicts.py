@@ -13,6 +13,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.optimizers import OptimizerContents
 from gonio.messages import say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
@@ -54,6 +55,7 @@ class Opened:
         beside: tensors that are not the model's, as the state of an optimizer.
         problems: what is wrong with the files, as far as it is seen without reading values.
         refusal: why it cannot be told which tensors are the model's; then all are `beside`.
+        optimizer: the states of optimizers, parameter by parameter.
     """
 
     stored: dict[str, StoredTensor]
@@ -62,6 +64,7 @@ class Opened:
     beside: dict[str, StoredTensor] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     refusal: InvalidArgumentError | None = None
+    optimizer: OptimizerContents = field(default_factory=OptimizerContents)
 
 
 @dataclass(frozen=True)

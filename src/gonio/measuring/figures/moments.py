@@ -1,0 +1,276 @@
+r"""What the state of an optimizer says: the size of its last update, dead and impossible moments, outliers.
+
+Note [What gradients can leave behind]
+    Averages :math:`m = (1-\beta_1) \sum_k \beta_1^k g_k` and :math:`v = (1-\beta_2) \sum_k \beta_2^k g_k^2` of the same
+    t gradients satisfy, entry by entry and by the inequality of Cauchy and Schwarz,
+
+    .. math:: m^2 \le B\,v, \quad B = \frac{(1-\beta_1)^2}{1-\beta_2} \sum_{k<t} (\beta_1^2/\beta_2)^k,
+
+    for any gradients, learning rates, clipping and schedules; B is 53 for betas of 0.9 and 0.999. Entries that exceed
+    twice the root of that come from no training: one of the two was changed, lost, or belongs to another parameter.
+    The factor of two leaves room for betas that a schedule changed. Moments in 16 bits are rounded at each step, so
+    they are not judged, and neither are values near the smallest ones of float32, whose squares are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from math import isfinite, prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gonio.editing.steps import state_powers
+from gonio.errors import GonioError
+from gonio.execution import one_thread
+from gonio.measuring.reading.entry import StoredTensor, dtype_named
+from gonio.measuring.reading.optimizers import ParameterState
+from gonio.messages import say
+
+CHUNK = 1 << 20  # entries
+ROOM = 2.0  # times the largest |m|/√v
+LEAST = 1e-35  # second moments below it may have lost squares to underflow
+_WIDE = ("float32", "float64")
+_SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad")
+_OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "step", "lr_scale", "betas", "lr")
+_KNOWN = {*_SWITCHES, *_OF_SCHEDULES, "eps", "weight_decay", "bias_correction", "momentum", "dampening", "nesterov"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMeasurement:
+    r"""The state that an optimizer keeps of one parameter, and how far its last step moved the weight.
+
+    Attributes:
+        name: of the weight, "" where it is not known. `place`: of the state in the checkpoint.
+        path: of the layer, or the place.
+        step: number of steps. `learning_rate`: that of the parameter's group. None where they are not stored.
+        gradient_rms: root mean square of the second moment without its bias, √(mean v̂): the size of gradients.
+        update_rms: root mean square of the last update in units of the learning rate, m̂/(√v̂ + ε) of Adam and AdamW,
+            the momentum of SGD; weight decay is not a part of it.
+        relative_update: η‖update‖/‖w‖, as :class:`gonio.Tracker` measures it at a step (there with weight decay).
+        effective_rate: η/‖w‖², which counts for a weight before a normalisation.
+        nonfinite, negative, beyond: entries that are NaN or infinite; second moments below 0; entries whose moments no
+            gradients can have left (Note [What gradients can leave behind] in the source).
+        dead: whether the second moment is 0 everywhere, so that no gradient has reached the parameter. `dead_rows`: the
+            rows of which it is 0.
+        largest_share: that of the largest entry in the sum of the second moments.
+        siblings, ratio, distance: `gradient_rms` beside that of the same weight in other layers, as in `check`.
+        reason: why there is no `update_rms`, or no `relative_update`.
+    """
+
+    name: str
+    place: str
+    path: str
+    shape: tuple[int, ...]
+    step: float | None = None
+    learning_rate: float | None = None
+    gradient_rms: float | None = None
+    update_rms: float | None = None
+    relative_update: float | None = None
+    effective_rate: float | None = None
+    nonfinite: int = 0
+    negative: int = 0
+    beyond: int = 0
+    dead: bool = False
+    dead_rows: int = 0
+    largest_share: float | None = None
+    siblings: int = 0
+    ratio: float | None = None
+    distance: float | None = None
+    reason: str = ""
+
+    @property
+    def entries(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Which tensors of a state are moments, and how the update follows from them.
+
+    Attributes:
+        first, second: names of the averages of gradients and of their squares; "" where there is none. `under`: of the
+            one below the root, which is the largest so far with AMSGrad.
+        decays: of the two. `correct`: whether their bias is removed. `eps`: beside the root.
+        reason: why the update is not known.
+    """
+
+    first: str = ""
+    second: str = ""
+    under: str = ""
+    decays: tuple[float, float] | None = None
+    correct: bool = True
+    eps: float = 0.0
+    reason: str = ""
+
+    @classmethod
+    def of(cls, names: Mapping[str, Any], options: Mapping[str, Any]) -> Moments:
+        """The moments among the tensors of a state with these names."""
+        powers = state_powers(names)
+        first = next((name for name, power in powers.items() if power == 1), "")
+        squares = [name for name, power in powers.items() if power == 2]
+        second = next((name for name in squares if not name.startswith("max_")), "")
+        under = next((name for name in squares if name.startswith("max_")), second)
+        betas = options.get("betas")
+        decays = betas if isinstance(betas, tuple) and len(betas) == 2 and all(0 <= b < 1 for b in betas) else None
+        known = cls(first, second, under, decays)
+        return cls(**{
+            **{each.name: getattr(known, each.name) for each in fields(cls)},
+            "correct": bool(options.get("bias_correction", True)),
+            "eps": float(options.get("eps", 0.0)) if isinstance(options.get("eps", 0.0), float) else 0.0,
+            "reason": known._why(options),
+        })
+
+    def _why(self, options: Mapping[str, Any]) -> str:
+        other = [name for name, value in options.items() if name not in _KNOWN and value not in (0, "")]
+        if not options:
+            return say("the options of its group, such as the learning rate, are not stored")
+        if other:
+            return say("the update of an optimizer with the option {name} is not known", name=other[0])
+        if self.first and self.second:
+            told = self.decays is not None and isinstance(options.get("eps"), float)
+            return "" if told and {"amsgrad", "bias_correction"} & options.keys() else _UNKNOWN
+        if self.first and not self.second and "dampening" in options:
+            nesterov = bool(options.get("nesterov"))
+            return say("with Nesterov's momentum the update needs the gradient") if nesterov else ""
+        return _UNKNOWN
+
+    def bound(self, step: float | None) -> float | None:
+        """B of Note [What gradients can leave behind]; None where it is not known."""
+        if not (self.first and self.second and self.decays) or step is None or not 1 <= step < 1e12:
+            return None
+        b1, b2 = self.decays
+        ratio = b1 * b1 / b2 if b2 else 0.0
+        if not b2 or ratio >= 1 and step > 1e6:
+            return None
+        total = step if ratio == 1 else (1 - ratio**step) / (1 - ratio)
+        return (1 - b1) ** 2 / (1 - b2) * total
+
+
+_UNKNOWN = say("the update of this optimizer is not known")
+
+
+def corrected(moment: Tensor, decay: float, step: float) -> Tensor:
+    """A moment in float64 without the bias that it has because it began at 0."""
+    return moment.double() / (1 - decay**step)
+
+
+@dataclass(frozen=True)
+class StateSums:
+    """Sums over the entries of a state, which are those of all its shards added.
+
+    Attributes:
+        update: of squares of the update. `second`: of v̂. `zeros`: entries of v that are 0.
+        nonfinite, negative, beyond: as in :class:`StateMeasurement`.
+    """
+
+    update: float = 0.0
+    second: float = 0.0
+    zeros: float = 0.0
+    nonfinite: float = 0.0
+    negative: float = 0.0
+    beyond: float = 0.0
+
+
+@torch.no_grad()
+def state_sums(moments: Moments, state: Mapping[str, Tensor], step: float | None) -> Tensor:
+    """The sums of a piece of a state, in the order of the fields of :class:`StateSums`, as a float64 tensor."""
+    tensors = {name: state[name].detach().reshape(-1) for name in {moments.first, moments.second, moments.under} - {""}}
+    some = next(iter(tensors.values()))
+    total = torch.zeros(len(fields(StateSums)), dtype=torch.float64, device=some.device)
+    limit = moments.bound(step)
+    narrow = any(tensors[name].dtype not in (torch.float32, torch.float64) for name in (moments.first, moments.second) if name)
+    t = 1.0 if step is None else step
+    b1, b2 = moments.decays or (0.0, 0.0)
+    b1, b2 = (b1, b2) if moments.correct and moments.second and step else (0.0, 0.0)
+    for start in range(0, some.numel(), CHUNK):
+        piece = {name: value[start : start + CHUNK].double() for name, value in tensors.items()}
+        bad = torch.zeros(piece[next(iter(piece))].shape, dtype=torch.bool, device=some.device)
+        for value in piece.values():
+            bad |= ~value.isfinite()
+        if bool(bad.any()):
+            piece = {name: value.masked_fill(bad, 0.0) for name, value in piece.items()}
+        m, v = piece.get(moments.first), piece.get(moments.second)
+        total[3] += bad.sum()
+        if v is not None:
+            total[1] += corrected(v.clamp(min=0), b2, t).sum()
+            total[2] += (v == 0).sum()
+            total[4] += (v < 0).sum()
+            if m is not None and limit is not None and not narrow:
+                total[5] += (m.square() > ROOM**2 * limit * (v.clamp(min=0) + LEAST)).sum()
+        if m is not None and not moments.reason:
+            update = m if v is None else corrected(m, b1, t)
+            if v is not None:
+                update = update / (corrected(piece[moments.under].clamp(min=0), b2, t).sqrt() + moments.eps)
+            total[0] += update.nan_to_num(0.0, 0.0, 0.0).square().sum()
+    return total
+
+
+def measure_states(states: Sequence[ParameterState], jobs: int = 1) -> list[StateMeasurement]:
+    """The figures of each, by `jobs` threads; one that cannot be read has the reason."""
+    if jobs == 1 or len(states) < 2:
+        return [_measured(state) for state in states]
+    with one_thread(), ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(pool.map(_measured, states))
+
+
+def _measured(state: ParameterState) -> StateMeasurement:
+    row: dict[str, Any] = {name: getattr(state, name) for name in ("name", "place", "path", "shape", "step")}
+    rate = state.options.get("lr")
+    row["learning_rate"] = rate if isinstance(rate, float) else None
+    try:
+        return StateMeasurement(**row, **_figures(state, row["learning_rate"]))
+    except (GonioError, ValueError) as error:
+        return StateMeasurement(**row, reason=str(error))
+
+
+def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:
+    held = {name: t for name, t in state.tensors.items() if t.shape == state.shape and _floating(t)}
+    moments = Moments.of(held, state.options)
+    names = {moments.first, moments.second, moments.under} - {""}
+    if not names:
+        return {"reason": say("its tensors are not known as moments of gradients")}
+    tensors = {name: held[name].load() for name in sorted(names)}
+    sums = StateSums(*state_sums(moments, tensors, state.step).tolist())
+    entries = prod(state.shape)
+    made: dict[str, Any] = {
+        "nonfinite": int(sums.nonfinite), "negative": int(sums.negative), "beyond": int(sums.beyond),
+        "reason": moments.reason or state.unknown,
+    }
+    if moments.second:
+        made |= _of_second(tensors[moments.second], sums, entries)
+    if not moments.reason:
+        made["update_rms"] = sqrt(sums.update / entries)
+    if state.weight is not None and rate is not None and _floating(state.weight):
+        norm = _norm(state.weight.load())
+        if norm and isfinite(norm):
+            made["effective_rate"] = rate / norm**2
+            if not moments.reason:
+                made["relative_update"] = rate * sqrt(sums.update) / norm
+    return made
+
+
+def _floating(tensor: StoredTensor) -> bool:
+    dtype = dtype_named(tensor.values or tensor.dtype)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _of_second(second: Tensor, sums: StateSums, entries: int) -> dict[str, Any]:
+    """What the second moment says: how large gradients are, and whether some never came."""
+    made: dict[str, Any] = {"gradient_rms": sqrt(sums.second / entries), "dead": sums.zeros == entries}
+    if second.ndim > 1 and 0 < sums.zeros < entries:
+        made["dead_rows"] = int((second.reshape(len(second), -1) == 0).all(1).sum())
+    largest, whole = 0.0, 0.0
+    for part in second.reshape(-1).split(CHUNK):
+        values = part.double().nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
+        largest, whole = max(largest, float(values.max())), whole + float(values.sum())
+    if whole:
+        made["largest_share"] = largest / whole
+    return made
+
+
+def _norm(weight: Tensor) -> float:
+    return sqrt(sum(float(part.double().square().sum()) for part in weight.reshape(-1).split(CHUNK)))
