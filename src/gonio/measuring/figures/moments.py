@@ -236,14 +236,9 @@ def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:
     tensors = {name: held[name].load() for name in sorted(names)}
     sums = StateSums(*state_sums(moments, tensors, state.step).tolist())
     entries = prod(state.shape)
-    made: dict[str, Any] = {
-        "nonfinite": int(sums.nonfinite), "negative": int(sums.negative), "beyond": int(sums.beyond),
-        "reason": moments.reason or state.unknown,
-    }
+    made = state_row(moments, sums, entries) | {"reason": moments.reason or state.unknown}
     if moments.second:
-        made |= _of_second(tensors[moments.second], sums, entries)
-    if not moments.reason:
-        made["update_rms"] = sqrt(sums.update / entries)
+        made |= _of_second(tensors[moments.second], sums.zeros)
     if state.weight is not None and rate is not None and _floating(state.weight):
         norm = _norm(state.weight.load())
         if norm and isfinite(norm):
@@ -253,15 +248,25 @@ def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:
     return made
 
 
+def state_row(moments: Moments, sums: StateSums, entries: int) -> dict[str, Any]:
+    """The fields of :class:`StateMeasurement` that follow from sums alone."""
+    made: dict[str, Any] = {name: int(getattr(sums, name)) for name in ("nonfinite", "negative", "beyond")}
+    if moments.second:
+        made |= {"gradient_rms": sqrt(sums.second / entries), "dead": sums.zeros == entries}
+    if not moments.reason:
+        made["update_rms"] = sqrt(sums.update / entries)
+    return made
+
+
 def _floating(tensor: StoredTensor) -> bool:
     dtype = dtype_named(tensor.values or tensor.dtype)
     return dtype is not None and dtype.is_floating_point
 
 
-def _of_second(second: Tensor, sums: StateSums, entries: int) -> dict[str, Any]:
-    """What the second moment says: how large gradients are, and whether some never came."""
-    made: dict[str, Any] = {"gradient_rms": sqrt(sums.second / entries), "dead": sums.zeros == entries}
-    if second.ndim > 1 and 0 < sums.zeros < entries:
+def _of_second(second: Tensor, zeros: float) -> dict[str, Any]:
+    """Rows that no gradient has reached, and the share of the largest entry."""
+    made: dict[str, Any] = {}
+    if second.ndim > 1 and 0 < zeros < second.numel():
         made["dead_rows"] = int((second.reshape(len(second), -1) == 0).all(1).sum())
     largest, whole = 0.0, 0.0
     for part in second.reshape(-1).split(CHUNK):
