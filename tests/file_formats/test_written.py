@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed 0.19.8 and megatron-core 0.16.1 wrote themselves (`written/write.py`), beside other readers."""
+"""Folders that DeepSpeed 0.19.8 and megatron-core 0.16.1 wrote (`written/write.py`), beside other readers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_megatron_has_the_values_that_torch_reads(tmp_path: Path) -> None:
     weights = {entry.name: entry.read() for entry in contents_of(source).entries}
     state = {name: torch.zeros_like(w) for name, w in weights.items() if w is not None}
     mine = moments(source)
-    flat = {f"optimizer.state.{word}.{name}": torch.zeros_like(v) for name, held in mine.items() for word, v in held.items()}
+    flat = {
+        f"optimizer.state.{word}.{name}": torch.zeros_like(v) for name, held in mine.items() for word, v in held.items()
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
         dcp.load(whole := {**state, **flat}, checkpoint_id=source, no_dist=True)

@@ -264,7 +264,9 @@ def test_errors() -> None:
         gonio.Tracker(model, optimizer="adam")
     with pytest.raises(InvalidArgumentError, match=r"trains the model's parameters; found a SGD of other"):
         gonio.Tracker(nn.Linear(3, 2), optimizer=opt)
-    with pytest.raises(InvalidArgumentError, match=r"also=\) takes filter_rotation, initial_angle, gradient, state; found \('x',\)"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"also=\) takes filter_rotation, initial_angle, gradient, state; found \('x',\)"
+    ):
         gonio.Tracker(model, optimizer=opt, also=("x",))
     with pytest.raises(InvalidArgumentError, match=r"copies=\) is one of all, one; found 'two'"):
         gonio.Tracker(model, optimizer=opt, copies="two")

@@ -13,8 +13,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio.escaping import display_width, json_data, markdown_cell, plain, shorten
-from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.figures.heads import ROLES, HeadMeasurement
+from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement

@@ -1,6 +1,6 @@
-"""Write the archives of this folder: tiny checkpoints by DeepSpeed and Megatron themselves, from two processes on a CPU.
+"""Write the archives of this folder: tiny checkpoints by DeepSpeed and Megatron, from two processes on a CPU.
 
-    python -m file_formats.written.write deepspeed|megatron      (in tests, with the package, einops and hjson installed)
+    python -m file_formats.written.write deepspeed|megatron      (in tests; needs the package, einops, hjson)
 
 DeepSpeed 0.19.8 trains a perceptron for five steps with AdamW in bfloat16, in stages 1 to 3 of ZeRO. megatron-core
 0.16.1 saves two sharded weights, a replicated one and moments; its calls that wait for a GPU do nothing here.

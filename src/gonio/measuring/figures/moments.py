@@ -26,6 +26,7 @@ from torch import Tensor
 from gonio.editing.steps import state_powers
 from gonio.errors import GonioError
 from gonio.execution import one_thread
+from gonio.geometry.blocks import count_nonfinite
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
 from gonio.measuring.reading.optimizers import ParameterState
 from gonio.messages import say
@@ -117,12 +118,14 @@ class Moments:
         betas = options.get("betas")
         decays = betas if isinstance(betas, tuple) and len(betas) == 2 and all(0 <= b < 1 for b in betas) else None
         known = cls(first, second, under, decays)
-        return cls(**{
-            **{each.name: getattr(known, each.name) for each in fields(cls)},
-            "correct": bool(options.get("bias_correction", True)),
-            "eps": float(options.get("eps", 0.0)) if isinstance(options.get("eps", 0.0), float) else 0.0,
-            "reason": known._why(options),
-        })
+        return cls(
+            **{
+                **{each.name: getattr(known, each.name) for each in fields(cls)},
+                "correct": bool(options.get("bias_correction", True)),
+                "eps": float(options.get("eps", 0.0)) if isinstance(options.get("eps", 0.0), float) else 0.0,
+                "reason": known._why(options),
+            }
+        )
 
     def _why(self, options: Mapping[str, Any]) -> str:
         other = [name for name, value in options.items() if name not in _KNOWN and value not in (0, "")]
@@ -144,7 +147,7 @@ class Moments:
             return None
         b1, b2 = self.decays
         ratio = b1 * b1 / b2 if b2 else 0.0
-        if not b2 or ratio >= 1 and step > 1e6:
+        if not b2 or (ratio >= 1 and step > 1e6):
             return None
         total = step if ratio == 1 else (1 - ratio**step) / (1 - ratio)
         return (1 - b1) ** 2 / (1 - b2) * total
@@ -182,7 +185,9 @@ def state_sums(moments: Moments, state: Mapping[str, Tensor], step: float | None
     some = next(iter(tensors.values()))
     total = torch.zeros(len(fields(StateSums)), dtype=torch.float64, device=some.device)
     limit = moments.bound(step)
-    narrow = any(tensors[name].dtype not in (torch.float32, torch.float64) for name in (moments.first, moments.second) if name)
+    narrow = any(
+        tensors[name].dtype not in (torch.float32, torch.float64) for name in (moments.first, moments.second) if name
+    )
     t = 1.0 if step is None else step
     b1, b2 = moments.decays or (0.0, 0.0)
     b1, b2 = (b1, b2) if moments.correct and moments.second and step else (0.0, 0.0)
@@ -231,12 +236,16 @@ def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:
     held = {name: t for name, t in state.tensors.items() if t.shape == state.shape and _floating(t)}
     moments = Moments.of(held, state.options)
     names = {moments.first, moments.second, moments.under} - {""}
+    others = sum(
+        count_nonfinite(t.load())[0] for name, t in state.tensors.items() if name not in names and _floating(t)
+    )
     if not names:
-        return {"reason": say("its tensors are not known as moments of gradients")}
+        return {"nonfinite": others, "reason": say("its tensors are not known as moments of gradients")}
     tensors = {name: held[name].load() for name in sorted(names)}
     sums = StateSums(*state_sums(moments, tensors, state.step).tolist())
     entries = prod(state.shape)
     made = state_row(moments, sums, entries) | {"reason": moments.reason or state.unknown}
+    made["nonfinite"] += others
     if moments.second:
         made |= _of_second(tensors[moments.second], sums.zeros)
     if state.weight is not None and rate is not None and _floating(state.weight):

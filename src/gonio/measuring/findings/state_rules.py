@@ -26,7 +26,9 @@ ALONE = 0.9  # share of one entry in the sum of the second moments
 def among_states(rows: Iterable[StateMeasurement]) -> tuple[StateMeasurement, ...]:
     """The rows, those of matrices with their places among the same weight of other layers."""
     made = list(rows)
-    placed = places((row.name, row.shape, row.gradient_rms) for row in made if row.name and row.gradient_rms is not None)
+    placed = places(
+        (row.name, row.shape, row.gradient_rms) for row in made if row.name and row.gradient_rms is not None
+    )
     return tuple(replace(row, **asdict(placed[row.name])) if row.name in placed else row for row in made)
 
 

@@ -386,7 +386,7 @@ def _optimizers(held: dict[Any, Any], at: str, depth: int, leaf: Callable[[int, 
 
 
 def _whole(held: dict[Any, Any], leaf: Callable[[int, Any], Any]) -> dict[Any, Any]:
-    """The state dict of an optimizer; its flat form has keys such as `state.WEIGHT.KEY` and `param_groups.WEIGHT.lr`."""
+    """The state dict of an optimizer; its flat form has keys as `state.WEIGHT.KEY` and `param_groups.WEIGHT.lr`."""
     made: dict[Any, Any] = {}
     for word, value in held.items():
         one = _whole(value, leaf) if isinstance(value, dict) else leaf(id(held), word)

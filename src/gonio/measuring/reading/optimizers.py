@@ -193,66 +193,80 @@ def fitted(found: Iterable[Raw], weights: Mapping[str, StoredTensor], *, in_orde
     return whole
 
 
+@dataclass
+class _Numbered:
+    """The parameters of an optimizer by its keys for them: options of their groups, and names where these are told."""
+
+    groups: list[list[Any]]
+    options: dict[Any, dict[str, Any]]
+    names: dict[Any, str]
+    state: dict[Any, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, raw: Raw) -> _Numbered:
+        made = cls([], {}, {}, {})
+        for group in raw.groups:
+            ids = [key for key in list(group["params"])[:_LISTED] if isinstance(key, (int, str))]
+            made.groups.append(ids)
+            made.options |= dict.fromkeys(ids, options_of(group))
+            told = group.get("param_names")
+            if isinstance(told, (list, tuple)) and len(told) == len(ids):
+                made.names |= {key: str(name) for key, name in zip(ids, told, strict=True)}
+        numbers = {str(key): key for ids in made.groups for key in ids if isinstance(key, int)}
+        made.state = {numbers.get(key, key): held for key, held in raw.state.items()}  # numbers may be stored as text
+        made.names |= {key: key for key in made.keys if isinstance(key, str)}
+        return made
+
+    @property
+    def keys(self) -> list[Any]:
+        return list(dict.fromkeys([*(key for ids in self.groups for key in ids), *self.state]))
+
+
 def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> OptimizerContents:
     by_clean = {clean: name for name, clean in clean_names(weights).items()}
-    options: dict[Any, dict[str, Any]] = {}
-    names: dict[Any, str] = {}
-    groups: list[list[Any]] = []
-    for group in raw.groups:
-        ids, told, made = list(group["params"])[:_LISTED], group.get("param_names"), options_of(group)
-        ids = [key for key in ids if isinstance(key, (int, str))]
-        groups.append(ids)
-        options |= dict.fromkeys(ids, made)
-        if isinstance(told, (list, tuple)) and len(told) == len(ids):
-            names |= {key: str(name) for key, name in zip(ids, told, strict=True)}
-    numbers = {str(key): key for ids in groups for key in ids if isinstance(key, int)}
-    state = {numbers.get(key, key): held for key, held in raw.state.items()}  # some formats write numbers as text
-    keys = dict.fromkeys([*(key for ids in groups for key in ids), *state])
-    names |= {key: key for key in keys if isinstance(key, str)}
-    shapes = {key: shape_of(held) for key, held in state.items()}
-    named = bool(names)
-    if not named:
-        names = _by_order(groups, shapes, {n: t.shape for n, t in weights.items() if _may_train(t)}, in_order)
-    parameters, misfits, without = [], [], []
+    found = _Numbered.of(raw)
+    shapes = {key: shape_of(held) for key, held in found.state.items()}
+    named = bool(found.names)
+    trained = {name: t.shape for name, t in weights.items() if t.dtype.startswith(("float", "bfloat", "complex"))}
+    names = found.names or _by_order(found.groups, shapes, trained, in_order)
+    parameters: list[ParameterState] = []
+    misfits, without = [], []
     spare = Counter(t.shape for t in weights.values())
-    stateful = any(shapes.values()) or any(state.values())
-    for key in keys:
+    stateful = any(found.state.values())
+    for key in found.keys:
         place = f"{raw.place}.state.{plain(str(key), longest=200)}"
         name = names.get(key, "")
         name = name if name in weights else by_clean.get(name, "")
-        held, shape = state.get(key) or {}, shapes.get(key)
+        held, shape = found.state.get(key) or {}, shapes.get(key)
         if not held:
-            without += [name or place] if stateful and key in options else []
+            without += [name or place] if stateful and key in found.options else []
             continue
-        unknown = "" if name else _why_unknown(named, in_order)
-        wrong = ""
-        if raw.groups and key not in options:
+        unknown, wrong = "" if name else _why_unknown(named, in_order), ""
+        if raw.groups and key not in found.options:
             wrong = say("no parameter group of the optimizer has it")
         elif named and not name and weights:
             wrong = say("the model has no weight of its name")
-        elif name and shape is not None and shape not in (weights[name].shape, ()):
+        elif name and shape is not None and shape != weights[name].shape:
             wrong = say("its shape is {shape}, that of the weight {other}", shape=shape, other=weights[name].shape)
             name, unknown = "", say("its shape is not that of the weight")
         elif not name and weights and shape is not None:
             spare[shape] -= 1
-            if spare[shape] < 0:
-                wrong = say("the model has no weight of its shape {shape} left", shape=shape)
+            wrong = say("the model has no weight of its shape {shape} left", shape=shape) if spare[shape] < 0 else ""
         misfits += [(place, wrong)] if wrong else []
-        tensors = {word: value for word, value in held.items() if isinstance(value, StoredTensor) and value.entries > 1}
-        tensors |= {
-            word: value
-            for word, value in held.items()
-            if isinstance(value, StoredTensor) and value.entries == 1 and value.shape and value.shape == shape
-        }
+        options = found.options.get(key, {})
         step = number(held.get("step"))
-        step = options.get(key, {}).get("step") if step is None else step
-        made = ParameterState(place, name, tensors, step, options.get(key, {}), shape or ())
+        step = options.get("step") if step is None else step
+        made = ParameterState(place, name, _tensors(held, shape), step, options, shape or ())
         parameters.append(replace(made, weight=weights.get(name), unknown=unknown))
     return OptimizerContents(tuple(parameters), tuple(without), tuple(misfits), _unjudged(parameters))
 
 
-def _may_train(tensor: StoredTensor) -> bool:
-    return tensor.dtype.startswith(("float", "bfloat", "complex"))
+def _tensors(held: Mapping[str, Any], shape: tuple[int, ...] | None) -> dict[str, StoredTensor]:
+    """The tensors of a state, without single numbers such as the step."""
+    stored = {word: value for word, value in held.items() if isinstance(value, StoredTensor)}
+    return {
+        word: value for word, value in stored.items() if value.entries > 1 or (value.shape and value.shape == shape)
+    }
 
 
 def shape_of(held: Mapping[str, Any]) -> tuple[int, ...] | None:

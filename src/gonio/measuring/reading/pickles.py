@@ -34,7 +34,9 @@ _OPCODES = (  # noqa: SIM905
 LARGEST_PICKLE = 1 << 30  # bytes; the metadata of a million pieces of tensors has 200 MB
 _CONTAINERS = {"collections.OrderedDict": dict, "builtins.set": set, "builtins.frozenset": frozenset}
 _TENSOR = "torch._utils._rebuild_tensor_v2"
-_SUBCLASS = "torch._tensor._rebuild_from_type_v2"  # of a tensor with attributes: (function, class, arguments, attributes)
+_SUBCLASS = (
+    "torch._tensor._rebuild_from_type_v2"  # of a tensor with attributes: (function, class, arguments, attributes)
+)
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 STORAGES = {
     "torch.DoubleStorage": "float64",

@@ -187,6 +187,7 @@ def _assembled(zero: _Zero, ranks: dict[int, Archive], states: dict[int, Archive
 
 def _paddings(facts: list[dict[str, Any]], shapes: _Shapes) -> tuple[list[list[int]], list[list[int]]]:
     """By rank and group the entries at the end that are left out of the file, by group those after each weight."""
+
     def naturals(value: Any, count: int) -> list[int]:
         right = isinstance(value, (list, tuple)) and len(value) == count
         return [_natural(n) for n in value] if right else [0] * count
@@ -202,18 +203,16 @@ def _states(
 ) -> list[Raw]:
     """The moments of each weight: flat tensors of the same sizes as the partitions, divided as these are."""
     held = [one.get("base_optimizer_state", one.get("optimizer_state_dict")) for one in facts]
-    states = [one.get("state") if isinstance(one, dict) else one for one in held]
-    by_group = [dict(enumerate(one)) if isinstance(one, (list, tuple)) else one for one in states]
-    if not all(isinstance(one, dict) and all(isinstance(s, dict) for s in one.values()) for one in by_group):
-        return []
+    by_group = [_numbered(one.get("state") if isinstance(one, dict) else one) for one in held]
     made: dict[str, dict[str, Any]] = {}
     ends, _ = _paddings(facts, shapes)
     for word in sorted({str(word) for one in by_group for state in one.values() for word in state}):
-        flat = [
-            [_cut(state.get(word), part, pad, archive) for (_, state), part, pad in zip(sorted(one.items()), *sizes, strict=False)]
-            for one, archive, *sizes in zip(by_group, ranks, whole, ends, strict=True)
-        ]
-        if all(None not in ours and len(ours) == len(parts) for ours, parts in zip(flat, whole, strict=True)):
+        flat: list[list[StoredPart]] = []
+        for one, archive, parts, pads in zip(by_group, ranks, whole, ends, strict=True):
+            states = [state for _, state in sorted(one.items())]
+            cut = [_cut(s.get(word), p, pad, archive) for s, p, pad in zip(states, parts, pads, strict=False)]
+            flat.append([part for part in cut if part is not None])
+        if all(len(ours) == len(parts) for ours, parts in zip(flat, whole, strict=True)):
             for name, shape, pieces in divide([], flat, ranks, shapes):
                 if sum(prod(part.shape) for _, part in pieces) == prod(shape):
                     made.setdefault(name, {})[word] = _joined(shape, pieces)
@@ -225,6 +224,14 @@ def _states(
         for name in group.keys() & made.keys():
             made[name]["step"] = step
     return [Raw("optimizer", made, groups)] if made else []
+
+
+def _numbered(states: Any) -> dict[int, dict[Any, Any]]:
+    """The states of the groups of one rank, by number; newer and older versions store a mapping or a list."""
+    pairs = (
+        states.items() if isinstance(states, dict) else enumerate(states if isinstance(states, (list, tuple)) else ())
+    )
+    return {key: state for key, state in pairs if type(key) is int and isinstance(state, dict)}
 
 
 def _natural(value: Any) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
 from gonio.geometry.norms import whole
-from gonio.measuring.training.shards import ShardSums, local
+from gonio.measuring.training.shards import ShardSums, local, waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def step_rotation(before: Tensor, after: Tensor, *, by_row: bool = False) -> Ste
             f"shapes {tuple(before.shape)} and {tuple(after.shape)}",
             "Pass two tensors of one shape.",
         )
-    if is_sharded(before) and (by_row or any(p.is_partial() for p in before.placements)):
+    if is_sharded(before) and (by_row or waits(before)):
         w = before.detach().double()
         pairs = ((w, w), (change := after.detach() - w, change), (change, w))
         return StepRotation.of(torch.stack([_squares(a, b, by_row) for a, b in pairs]))

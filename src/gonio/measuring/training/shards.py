@@ -25,7 +25,9 @@ from gonio.measuring.reading.entry import TensorEntry
 from gonio.messages import say
 
 BLOCK = 1 << 22  # entries that are widened at once
-SHARDED = say("sharded: figures of angles and spectra need the whole weight (Tracker(gather=True) gathers one at a time)")
+SHARDED = say(
+    "sharded: figures of angles and spectra need the whole weight (Tracker(gather=True) gathers one at a time)"
+)
 PARTIAL = say("sharded as sums that are not added yet")
 CUT = say("sharded in a way that cuts filters of several matrices")
 
@@ -84,9 +86,14 @@ def local(tensor: Any) -> Tensor:
     return part
 
 
+def waits(weight: Any) -> bool:
+    """Whether a DTensor is stored as sums of processes that are not added yet."""
+    return any(placement.is_partial() for placement in weight.placements)
+
+
 def why_not(weight: Any, layout: Layout | None) -> str:
     """Why sums over the shards of a weight do not give the norms of its filters; empty if they do."""
-    if any(placement.is_partial() for placement in weight.placements):
+    if waits(weight):
         return PARTIAL
     if layout is None or (layout.transposed and layout.groups * layout.blocks > 1):
         return CUT
@@ -136,8 +143,8 @@ def row_sums(a: Tensor, b: Tensor, layout: Layout) -> Tensor:
 def norms_of_shards(entry: TensorEntry, weight: Any, sums: ShardSums) -> Callable[[], TensorMeasurement]:
     """The measurement of a sharded weight by sums over its shards, after these are added."""
     layout, reason = entry.layout, why_not(weight, entry.layout)
-    row = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": tuple(weight.shape), "notes": entry.notes}
-    row |= {"dtype": str(weight.dtype).removeprefix("torch."), "entries": prod(weight.shape)}
+    row: dict[str, Any] = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": tuple(weight.shape)}
+    row |= {"notes": entry.notes, "dtype": str(weight.dtype).removeprefix("torch."), "entries": prod(weight.shape)}
     if reason or layout is None:
         return lambda: TensorMeasurement(**row, status="skipped", reason=reason)
     part = local(weight)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import atan, degrees, isfinite
 from typing import Any, Literal
@@ -59,6 +60,21 @@ def checked_optimizers(model: nn.Module, optimizer: Any, also: Also) -> list[Opt
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _State:
+    """The sums of the state of one parameter, to be added over shards."""
+
+    entry: TensorEntry
+    moments: Moments
+    step: float | None
+    entries: int
+    sums: Sums
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return state_row(self.moments, StateSums(*self.sums().tolist()), self.entries)
+
+
 class StepFigures:
     """The weights copied before a step, and their figures after it.
 
@@ -75,7 +91,7 @@ class StepFigures:
         self._copies: list[tuple[TensorEntry, Tensor]] = []
         self._initial: dict[str, Tensor] = {}
         self._gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self.states: list[tuple[TensorEntry, Moments, float | None, int, Sums]] = []
+        self._states: dict[str, _State] = {}
 
     @torch.no_grad()
     def copy(self, entries: Sequence[TensorEntry], optimizer: Optimizer) -> None:
@@ -97,9 +113,10 @@ class StepFigures:
 
         Sums over the shards of all weights are added in one reduction; no weight is gathered.
         """
-        parameters, waiting, total = self._parameters(), [], ShardSums()
+        parameters, total = self._parameters(), ShardSums()
+        waiting: list[tuple[TensorEntry, dict[str, Sums], Equilibrium, float | None]] = []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self.states = []
+        self._states = {}
         while self._copies:
             entry, before = self._copies.pop(0)
             after = entry.read()
@@ -107,10 +124,11 @@ class StepFigures:
                 largest = max((p for p in parameters(entry) if id(p) in groups), key=Tensor.numel)
                 given = groups[id(largest)].get("lr")
                 rate = None if given is None else float(given)  # Adafactor computes its own
-                sums = self._sums(entry, before, after, total) | self._sums_of_state(entry, largest, optimizer, groups, total)
+                sums = self._sums(entry, before, after, total)
+                sums |= self._sums_of_state(entry, largest, optimizer, groups[id(largest)], total)
                 waiting.append((entry, sums, _prediction(optimizer, largest, rate), rate))
         total.reduce()
-        found = [(entry, self._figures(entry, *others)) for entry, *others in waiting]
+        found = [(entry, self._figures(entry, sums, prediction, rate)) for entry, sums, prediction, rate in waiting]
         return found if any(figures.get("relative_update") for _, figures in found) else []
 
     def _sums(self, entry: TensorEntry, before: Tensor, after: Tensor, total: ShardSums) -> dict[str, Sums]:
@@ -137,21 +155,23 @@ class StepFigures:
         entry: TensorEntry,
         parameter: Tensor,
         optimizer: Optimizer,
-        groups: Mapping[int, Mapping[str, Any]],
+        group: Mapping[str, Any],
         total: ShardSums,
     ) -> dict[str, Sums]:
         """The sums of the state of one parameter, and what they are of, if they are asked for."""
         if "state" not in self._also:
             return {}
         held = optimizer.state.get(parameter, {})
-        tensors = {n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape == parameter.shape and n != "step"}
-        options = options_of(groups[id(parameter)])
+        tensors = {
+            n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape == parameter.shape and n != "step"
+        }
+        options = options_of(group)
         moments = Moments.of(tensors, options)
         if not (moments.first or moments.second):
             return {}
         step = number(held.get("step", options.get("step")))
         sums = total.add(parameter, state_sums(moments, {name: local(t) for name, t in tensors.items()}, step))
-        self.states.append((entry, moments, step, parameter.numel(), sums))
+        self._states[entry.path] = _State(entry, moments, step, parameter.numel(), sums)
         return {"state": sums}
 
     def _figures(
@@ -185,19 +205,23 @@ class StepFigures:
         if "gradient" in sums:
             figures["gradient_norm"] = float(sums["gradient"]()) ** 0.5
         if "state" in sums:
-            figures |= self._figures_of_state(entry)
+            found = self._states[entry.path].figures
+            figures |= {name: found[name] for name in ("gradient_rms", "update_rms") if name in found}
         return {name: value for name, value in figures.items() if isfinite(value)}
 
-    def state_rows(self) -> Iterator[StateMeasurement]:
+    def state_rows(self) -> list[StateMeasurement]:
         """What the rules on states judge, of the step that was measured last."""
-        for entry, moments, step, entries, sums in self.states:
-            row = {"name": entry.name, "place": entry.name, "path": entry.path, "shape": (entries,), "step": step}
-            yield StateMeasurement(**row, **state_row(moments, StateSums(*sums().tolist()), entries))
-
-    def _figures_of_state(self, entry: TensorEntry) -> Figures:
-        moments, step, entries, sums = next(rest for one, *rest in self.states if one is entry)
-        row = state_row(moments, StateSums(*sums().tolist()), entries)
-        return {name: row[name] for name in ("gradient_rms", "update_rms") if name in row}
+        return [
+            StateMeasurement(
+                name=one.entry.name,
+                place=one.entry.name,
+                path=one.entry.path,
+                shape=(one.entries,),
+                step=one.step,
+                **one.figures,
+            )
+            for one in self._states.values()
+        ]
 
     def _parameters(self) -> Callable[[TensorEntry], list[Tensor]]:
         """A function that gives the parameters from which the weight of an entry is computed."""
