@@ -27,7 +27,7 @@ from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import among_states, of_optimizer
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
-from gonio.measuring.reading.source import name_of, optimizer_of, small_json
+from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -264,8 +264,9 @@ def check(
     tensors = among_others([replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned])
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
-    findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files)])
     states = optimizer_of(source)
+    problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files)]
+    findings = checked(tensors, problems)
     rows = among_states(measure_states(states.parameters, jobs))
     findings = worst_first([*findings, *of_optimizer(states, rows, values=False)])
     return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes), rows)

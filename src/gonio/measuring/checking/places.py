@@ -32,7 +32,7 @@ from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
 from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
-from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
+from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero
 from gonio.messages import counted, say
 
@@ -96,7 +96,19 @@ def inventory(source: object) -> Inventory:
         raise absent(files[0])
     else:
         found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
+    if path.is_dir() and files[0] != path:
+        found = _with_optimizers(found, path, files)
     return replace(found, notes=(*found.notes, *notes))
+
+
+def _with_optimizers(found: Inventory, folder: Path, model: list[Path]) -> Inventory:
+    """The model with the tensors of torch files beside it that hold the state of an optimizer."""
+    for file in optimizer_files(folder, model)[0]:
+        held = _of_file(file)
+        places = (replace(place, name=f"{file.name}: {place.name}", beside=True) for place in held.places)
+        problems = (*found.problems, *held.problems)
+        found = replace(found, places=(*found.places, *places), problems=problems, files=(*found.files, file))
+    return found
 
 
 def _of_file(path: Path) -> Inventory:

@@ -225,7 +225,7 @@ def measure_states(states: Sequence[ParameterState], jobs: int = 1) -> list[Stat
 def _measured(state: ParameterState) -> StateMeasurement:
     row: dict[str, Any] = {name: getattr(state, name) for name in ("name", "place", "path", "shape", "step")}
     rate = state.options.get("lr")
-    row["learning_rate"] = rate if isinstance(rate, float) else None
+    row["learning_rate"] = rate if isinstance(rate, float) and isfinite(rate) else None
     try:
         return StateMeasurement(**row, **_figures(state, row["learning_rate"]))
     except (GonioError, ValueError) as error:

@@ -23,6 +23,7 @@ from gonio.messages import Message, counted, say
 
 FORM = {"state", "param_groups"}  # the keys of `torch.optim.Optimizer.state_dict()`
 _LEVELS = 6  # of containers in which one is looked for
+_MOST_STEPS = 1e12
 _LISTED = 1 << 20  # parameters of an optimizer
 
 Path = tuple[Any, ...]
@@ -63,18 +64,20 @@ class OptimizerContents:
         parameters: that have a state. `without`: places, or names, of parameters in a group that have none.
         misfits: (place, what is wrong) of a state that belongs to no weight.
         left_out: why tensors of the state are not judged, with their number.
+        damaged: names of torch files beside the model that are cut off or empty, so that nothing of them is known.
     """
 
     parameters: tuple[ParameterState, ...] = ()
     without: tuple[str, ...] = ()
     misfits: tuple[tuple[str, str], ...] = ()
     left_out: tuple[Message, ...] = ()
+    damaged: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.parameters or self.misfits)
 
     def __add__(self, other: OptimizerContents) -> OptimizerContents:
-        names = ("parameters", "without", "misfits", "left_out")
+        names = ("parameters", "without", "misfits", "left_out", "damaged")
         return OptimizerContents(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
@@ -256,6 +259,7 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
         options = found.options.get(key, {})
         step = number(held.get("step"))
         step = options.get("step") if step is None else step
+        step = step if isinstance(step, float) and 1 <= step < _MOST_STEPS else None
         made = ParameterState(place, name, _tensors(held, shape), step, options, shape or ())
         parameters.append(replace(made, weight=weights.get(name), unknown=unknown))
     return OptimizerContents(tuple(parameters), tuple(without), tuple(misfits), _unjudged(parameters))

@@ -130,7 +130,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         made += entries_of_adapters(adapters, held)
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
-    notes, problems = (*opened.notes, *opened.optimizer.notes), (*opened.problems, *faults)
+    problems = (*opened.problems, *of_damaged(opened.optimizer), *faults)
+    notes = (*opened.notes, *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
 
 
@@ -244,12 +245,15 @@ def _with_optimizer(opened: Opened, folder: Path, model: Collection[Path]) -> Op
     """What was opened, with the states of optimizers in the torch files beside the model."""
     found, broken = optimizer_files(folder, model)
     in_order = all(file.suffix in SUFFIXES for file in model)
-    said = say("cut off or empty")
-    problems = (*opened.problems, *(Problem("G701", file.name, said) for file in broken))
     for file, raw in found.items():
         placed = [replace(one, place=f"{file.name}: {one.place}") for one in raw]
         opened = replace(opened, optimizer=opened.optimizer + fitted(placed, opened.stored, in_order=in_order))
-    return replace(opened, problems=problems)
+    return replace(opened, optimizer=opened.optimizer + OptimizerContents(damaged=tuple(file.name for file in broken)))
+
+
+def of_damaged(contents: OptimizerContents) -> list[Problem]:
+    """The problems of files beside the model."""
+    return [Problem("G701", name, say("cut off or empty")) for name in contents.damaged]
 
 
 def optimizer_of(source: Source) -> OptimizerContents:

@@ -159,10 +159,16 @@ def _holders(content: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _holds_tensors(value: Any, depth: int = _NESTED) -> bool:
-    if isinstance(value, Tensor) or not depth:
-        return isinstance(value, Tensor)
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(_holds_tensors(one, depth - 1) for one in inner)
+    """Whether there is a tensor in containers; one that contains itself is looked through once."""
+    waiting, seen = [(value, depth)], set[int]()
+    while waiting:
+        one, left = waiting.pop()
+        if isinstance(one, Tensor):
+            return True
+        if left and id(one) not in seen and isinstance(one, (Mapping, list, tuple)):
+            seen.add(id(one))
+            waiting += [(inner, left - 1) for inner in (one.values() if isinstance(one, Mapping) else one)]
+    return False
 
 
 def shorten_list(names: Collection[Any], form: Callable[[Any], str] = str) -> str:
