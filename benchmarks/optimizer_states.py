@@ -28,9 +28,9 @@ from benchmarks.false_alarms import upper
 from benchmarks.machine import versions
 from benchmarks.results import FOLDER
 from gonio.lab.tasks import bytes_, digits
-from gonio.measuring.figures.moments import StateMeasurement, measure_states
+from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.rules import Finding
-from gonio.measuring.findings.state_rules import among_states, of_optimizer
+from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.source import optimizer_of
 
 RESULT = FOLDER / "optimizer_states.json"
@@ -120,9 +120,8 @@ class Training:
 
 
 def judged(content: Content) -> tuple[tuple[StateMeasurement, ...], list[Finding]]:
-    contents = optimizer_of(content)
-    rows = among_states(measure_states(contents.parameters))
-    return rows, of_optimizer(contents, rows)
+    rows, findings, _ = judged_states(optimizer_of(content))
+    return rows, findings
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------

@@ -20,13 +20,12 @@ from gonio.measuring.changes.several import Changes, changes
 from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results, versions
 from gonio.measuring.figures.checkpoints import structure_of_checkpoint
-from gonio.measuring.figures.moments import measure_states
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, alike, measure_tensors
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import worst_first
-from gonio.measuring.findings.state_rules import among_states, of_optimizer
+from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
@@ -191,18 +190,17 @@ def measure(
     signals, silent = _signals(source, batch) if isinstance(source, nn.Module) and batch is not None else ((), ())
     if isinstance(source, nn.Module) and training is not None:
         facts = ModelFacts.of(source, structure, signals, training)
-    held = contents.optimizer
-    states = among_states(measure_states(held.parameters))
+    states, of_states, updates = judged_states(contents.optimizer)
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        worst_first([*findings_of(tensors, facts), *of_files(contents.problems), *of_optimizer(held, states)]),
+        worst_first([*findings_of(tensors, facts), *of_files(contents.problems), *of_states]),
         scale=structure.scale,
         mixtures=structure.mixtures,
         heads=structure.heads,
         signals=signals,
         optimizer=states,
-        notes=(*(cached.notes if cached else ()), *contents.notes, *structure.notes, *silent),
+        notes=(*(cached.notes if cached else ()), *contents.notes, *updates, *structure.notes, *silent),
         versions=versions(),
     )
 

@@ -22,9 +22,9 @@ from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
 from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
-from gonio.measuring.figures.moments import StateMeasurement, measure_states
+from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
-from gonio.measuring.findings.state_rules import among_states, of_optimizer
+from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, small_json
@@ -267,9 +267,9 @@ def check(
     states = optimizer_of(source)
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files)]
     findings = checked(tensors, problems)
-    rows = among_states(measure_states(states.parameters, jobs))
-    findings = worst_first([*findings, *of_optimizer(states, rows, values=False)])
-    return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes), rows)
+    rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
+    findings = worst_first([*findings, *of_states])
+    return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
 
 
 def _folder(held: Inventory) -> Path | None:

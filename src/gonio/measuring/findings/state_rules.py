@@ -8,11 +8,11 @@ from math import sqrt
 
 from gonio.errors import listing
 from gonio.escaping import plain
-from gonio.measuring.figures.moments import StateMeasurement
+from gonio.measuring.figures.moments import StateMeasurement, measure_states
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, nonfinite_values, rule
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.optimizers import OptimizerContents
-from gonio.messages import counted, say
+from gonio.messages import Message, counted, say
 
 STATE_RULES: dict[str, FindingRule[StateMeasurement]] = {}
 FIT_RULES: dict[str, FindingRule[OptimizerContents]] = {}
@@ -30,6 +30,35 @@ def among_states(rows: Iterable[StateMeasurement]) -> tuple[StateMeasurement, ..
         (row.name, row.shape, row.gradient_rms) for row in made if row.name and row.gradient_rms is not None
     )
     return tuple(replace(row, **asdict(placed[row.name])) if row.name in placed else row for row in made)
+
+
+def updates_of(rows: Iterable[StateMeasurement]) -> tuple[Message, ...]:
+    """How far the last step moved matrices, in one sentence; none where that is not known."""
+    known = sorted((row.relative_update, row.path) for row in rows if row.relative_update and len(row.shape) > 1)
+    if not known:
+        return ()
+    middle, (most, path) = known[len(known) // 2][0], known[-1]
+    return (
+        say(
+            "the last update of {n} is {middle:.3g} times the weight's norm at the median, {most:.3g} at most ({path})",
+            n=counted(len(known), "weight"),
+            middle=middle,
+            most=most,
+            path=plain(path),
+        ),
+    )
+
+
+def judged_states(
+    contents: OptimizerContents, *, jobs: int = 1, values: bool = True
+) -> tuple[tuple[StateMeasurement, ...], list[Finding], tuple[Message, ...]]:
+    """The rows of an optimizer's states, the findings on them, and how far the last step moved weights.
+
+    Args:
+        jobs: number of threads. `values`: as in :func:`of_optimizer`.
+    """
+    rows = among_states(measure_states(contents.parameters, jobs))
+    return rows, of_optimizer(contents, rows, values=values), updates_of(rows)
 
 
 def of_optimizer(
@@ -92,7 +121,7 @@ def _large(row: StateMeasurement) -> str | None:
     if size is None or len(row.shape) < 2 or size <= max(LARGE, FROM_ZERO / sqrt(max(row.step or 1.0, 1.0))):
         return None
     return say(
-        "the last update is {size:.2g} times as long as the weight (learning rate {rate:g})",
+        "the last update is {size:.3g} times as long as the weight (learning rate {rate:g})",
         size=size,
         rate=row.learning_rate,
     )
