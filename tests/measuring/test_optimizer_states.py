@@ -316,6 +316,9 @@ def test_odd_contents_are_no_states(content: Content) -> None:
          "param_groups": [{"params": [0], "lr": "high", "betas": (2.0, -1), "eps": torch.ones(3)}]},
         {"state": {0: {"step": float("inf"), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2, dtype=torch.int8)}},
          "param_groups": [{"params": [0], "lr": float("nan"), "betas": (0.9, 0.0), "amsgrad": False, "eps": 0.0}]},
+        {"state": {0: {"exp_avg": torch.eye(3).to_sparse(), "exp_avg_sq": torch.eye(3).to_sparse()}},
+         "param_groups": [{"params": [0], "betas": (0.9, 0.99)}]},
+        {"state": {0: {"exp_avg": torch.ones(2), "step": torch.ones(1).to_sparse()}}, "param_groups": [{"params": {}}]},
         {"state": {0: {"exp_avg": torch.ones(0)}}, "param_groups": {"a": {"params": [0]}}},
         loop,
     ]  # fmt: skip

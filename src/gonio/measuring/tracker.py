@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gonio.editing.steps import watch
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
-from gonio.execution import is_sharded, several_ranks
+from gonio.execution import several_ranks
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import Finding, findings_by
@@ -203,18 +203,19 @@ class Tracker:
 
     def _measure(self, entries: Sequence[TensorEntry]) -> dict[str, dict[str, float]]:
         """The figures of weights; what the rules find in them is kept if it is new."""
-        rows: list[Callable[[], TensorMeasurement]] = []
+        rows: list[TensorMeasurement | Callable[[], TensorMeasurement]] = []
         sums = ShardSums()
         for entry in entries:
             weight = None if self._gather else _weight_of(entry)
-            if weight is not None and divided(weight):
+            if divided(weight):
                 rows.append(norms_of_shards(entry, weight, sums))
                 self.left_out[entry.path] = SHARDED
             else:
-                known = entry if weight is None else replace(entry, load=partial(local, weight))
-                rows.append(partial(self._measure_whole, known))
+                rows.append(
+                    self._measure_whole(entry if weight is None else replace(entry, load=partial(local, weight)))
+                )
         sums.reduce()
-        measured = [row() for row in rows]
+        measured = [row if isinstance(row, TensorMeasurement) else row() for row in rows]
         self._found(findings_of(measured))
         return {row.path: _figures(row) for row in measured}
 
@@ -334,12 +335,12 @@ class Tracker:
 
 
 def _weight_of(entry: TensorEntry) -> Any:
-    """The weight, if it is a DTensor; None for any other, and for one that cannot be read."""
+    """The weight; None for one that cannot be read, of which the measurement says why."""
     try:
         weight = entry.read()
-    except Exception:  # the model's own code; the measurement says why
+    except Exception:  # the model's own code
         return None
-    return weight if isinstance(weight, Tensor) and is_sharded(weight) else None
+    return weight if isinstance(weight, Tensor) else None
 
 
 def _shielded(ref: weakref.ref[Tracker], act: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from gonio.editing.steps import state_powers
-from gonio.errors import GonioError
 from gonio.execution import one_thread
 from gonio.geometry.blocks import count_nonfinite
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
@@ -228,8 +227,8 @@ def _measured(state: ParameterState) -> StateMeasurement:
     row["learning_rate"] = rate if isinstance(rate, float) and isfinite(rate) else None
     try:
         return StateMeasurement(**row, **_figures(state, row["learning_rate"]))
-    except (GonioError, ValueError) as error:
-        return StateMeasurement(**row, reason=str(error))
+    except Exception as error:  # of a damaged file, or of a tensor of another layout
+        return StateMeasurement(**row, reason=say("cannot be read: {error}", error=str(error)[:200]))
 
 
 def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:

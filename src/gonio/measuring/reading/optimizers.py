@@ -155,12 +155,15 @@ def _groups(value: Any) -> list[Mapping[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """A number, or a tensor of one that is in memory, as a float; None for anything else."""
-    if isinstance(value, StoredTensor):
-        value = value.load() if value.entries == 1 else None
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex():
-        value = value.item()
-    return float(value) if isinstance(value, (int, float)) else None
+    """A number, or a tensor of one, as a float; None for anything else, and for one that cannot be read."""
+    try:
+        if isinstance(value, StoredTensor):
+            value = value.load() if value.entries == 1 else None
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex():
+            value = value.item()
+        return float(value) if isinstance(value, (int, float)) else None
+    except Exception:  # of a damaged file, or of a tensor's class
+        return None
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +195,11 @@ def fitted(found: Iterable[Raw], weights: Mapping[str, StoredTensor], *, in_orde
     """
     whole = OptimizerContents()
     for raw in found:
-        whole += _fitted(raw, weights, in_order)
+        try:
+            whole += _fitted(raw, weights, in_order)
+        except Exception as error:  # of a hostile file's content
+            said = say("it has not the form of an optimizer's state ({error})", error=plain(str(error), longest=100))
+            whole += OptimizerContents(misfits=((raw.place, said),))
     return whole
 
 
