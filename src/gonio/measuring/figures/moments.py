@@ -25,12 +25,14 @@ from torch import Tensor
 
 from gonio.editing.steps import state_powers
 from gonio.execution import one_thread
-from gonio.geometry.blocks import count_nonfinite
+from gonio.geometry.blocks import count_nonfinite, row_norms
+from gonio.geometry.norms import widen
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
 from gonio.measuring.reading.optimizers import ParameterState
 from gonio.messages import say
 
-CHUNK = 1 << 20  # entries
+CHUNK = 1 << 17  # entries; the pieces of two moments stay in the cache
+_SMALL = 1e-30  # ε below which squares of updates may leave float32
 ROOM = 2.0  # times the largest |m|/√v
 LEAST = 1e-35  # second moments below it may have lost squares to underflow
 _WIDE = ("float32", "float64")
@@ -151,13 +153,12 @@ class Moments:
         total = step if ratio == 1 else (1 - ratio**step) / (1 - ratio)
         return (1 - b1) ** 2 / (1 - b2) * total
 
+    def corrects(self, step: float | None) -> bool:
+        """Whether the bias of the beginning is removed."""
+        return self.correct and bool(self.second) and self.decays is not None and step is not None
+
 
 _UNKNOWN = say("the update of this optimizer is not known")
-
-
-def corrected(moment: Tensor, decay: float, step: float) -> Tensor:
-    """A moment in float64 without the bias that it has because it began at 0."""
-    return moment.double() / (1 - decay**step)
 
 
 @dataclass(frozen=True)
@@ -180,37 +181,42 @@ class StateSums:
 @torch.no_grad()
 def state_sums(moments: Moments, state: Mapping[str, Tensor], step: float | None) -> Tensor:
     """The sums of a piece of a state, in the order of the fields of :class:`StateSums`, as a float64 tensor."""
-    tensors = {name: state[name].detach().reshape(-1) for name in {moments.first, moments.second, moments.under} - {""}}
-    some = next(iter(tensors.values()))
-    total = torch.zeros(len(fields(StateSums)), dtype=torch.float64, device=some.device)
-    limit = moments.bound(step)
-    narrow = any(
-        tensors[name].dtype not in (torch.float32, torch.float64) for name in (moments.first, moments.second) if name
-    )
-    t = 1.0 if step is None else step
-    b1, b2 = moments.decays or (0.0, 0.0)
-    b1, b2 = (b1, b2) if moments.correct and moments.second and step else (0.0, 0.0)
-    for start in range(0, some.numel(), CHUNK):
-        piece = {name: value[start : start + CHUNK].double() for name, value in tensors.items()}
-        bad = torch.zeros(piece[next(iter(piece))].shape, dtype=torch.bool, device=some.device)
-        for value in piece.values():
-            bad |= ~value.isfinite()
-        if bool(bad.any()):
-            piece = {name: value.masked_fill(bad, 0.0) for name, value in piece.items()}
-        m, v = piece.get(moments.first), piece.get(moments.second)
-        total[3] += bad.sum()
+    names = [name for name in dict.fromkeys((moments.first, moments.second, moments.under)) if name]
+    flat = [state[name].detach().reshape(-1) for name in names]
+    total = torch.zeros(len(fields(StateSums)), dtype=torch.float64, device=flat[0].device)
+    narrow = any(value.dtype not in (torch.float32, torch.float64) for value in flat)
+    limit = None if narrow else moments.bound(step)
+    for parts in zip(*(value.split(CHUNK if value.is_cpu else 32 * CHUNK) for value in flat), strict=True):
+        pieces = [widen(part) for part in parts]
+        if not pieces[0].is_cpu or not isfinite(sum(float(piece.sum()) for piece in pieces)):
+            bad = ~torch.stack(pieces).isfinite().all(0)
+            total[3] += bad.sum()
+            pieces = [piece.masked_fill(bad, 0.0) for piece in pieces]
+        held = dict(zip(names, pieces, strict=True))
+        m, v = held.get(moments.first), held.get(moments.second)
         if v is not None:
-            total[1] += corrected(v.clamp(min=0), b2, t).sum()
-            total[2] += (v == 0).sum()
-            total[4] += (v < 0).sum()
-            if m is not None and limit is not None and not narrow:
-                total[5] += (m.square() > ROOM**2 * limit * (v.clamp(min=0) + LEAST)).sum()
+            total[2] += v.numel() - v.count_nonzero()
+            if not v.is_cpu or float(v.min()) < 0:
+                total[4] += (v < 0).sum()
+                v = v.clamp(min=0)
+            total[1] += v.sum(dtype=torch.float64)
+            if m is not None and limit is not None:  # squares that underflow are not beyond
+                total[5] += torch.gt(m * m, (v + LEAST).mul_(ROOM**2 * limit)).sum()
         if m is not None and not moments.reason:
-            update = m if v is None else corrected(m, b1, t)
-            if v is not None:
-                update = update / (corrected(piece[moments.under].clamp(min=0), b2, t).sqrt() + moments.eps)
-            total[0] += update.nan_to_num(0.0, 0.0, 0.0).square().sum()
+            update = m if v is None else m / _root(held[moments.under], moments, step)
+            update = update.nan_to_num(0.0, 0.0, 0.0) if v is not None and not moments.eps else update
+            total[0] += update.double().square().sum() if moments.eps < _SMALL else torch.dot(update, update)
+    if moments.corrects(step):
+        first, second = moments.decays or (0.0, 0.0)
+        total[0] /= (1 - first ** (step or 1.0)) ** 2
+        total[1] /= 1 - second ** (step or 1.0)
     return total
+
+
+def _root(under: Tensor, moments: Moments, step: float | None) -> Tensor:
+    """√v̂ + ε."""
+    scale = 1 - moments.decays[1] ** (step or 1.0) if moments.decays and moments.corrects(step) else 1.0
+    return under.clamp(min=0).div_(scale).sqrt_().add_(moments.eps)
 
 
 def measure_states(states: Sequence[ParameterState], jobs: int = 1) -> list[StateMeasurement]:
@@ -246,7 +252,7 @@ def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:
     made = state_row(moments, sums, entries) | {"reason": moments.reason or state.unknown}
     made["nonfinite"] += others
     if moments.second:
-        made |= _of_second(tensors[moments.second], sums.zeros)
+        made |= _of_second(tensors[moments.second], sums, moments, state.step)
     if state.weight is not None and rate is not None and _floating(state.weight):
         norm = _norm(state.weight.load())
         if norm and isfinite(norm):
@@ -271,19 +277,17 @@ def _floating(tensor: StoredTensor) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
-def _of_second(second: Tensor, zeros: float) -> dict[str, Any]:
+def _of_second(second: Tensor, sums: StateSums, moments: Moments, step: float | None) -> dict[str, Any]:
     """Rows that no gradient has reached, and the share of the largest entry."""
     made: dict[str, Any] = {}
-    if second.ndim > 1 and 0 < zeros < second.numel():
+    if second.ndim > 1 and 0 < sums.zeros < second.numel():
         made["dead_rows"] = int((second.reshape(len(second), -1) == 0).all(1).sum())
-    largest, whole = 0.0, 0.0
-    for part in second.reshape(-1).split(CHUNK):
-        values = part.double().nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
-        largest, whole = max(largest, float(values.max())), whole + float(values.sum())
-    if whole:
-        made["largest_share"] = largest / whole
+    if sums.second > 0:
+        largest = float((second.nan_to_num(0.0, 0.0, 0.0) if sums.nonfinite else second).max())
+        scale = 1 - moments.decays[1] ** (step or 1.0) if moments.decays and moments.corrects(step) else 1.0
+        made["largest_share"] = largest / scale / sums.second
     return made
 
 
 def _norm(weight: Tensor) -> float:
-    return sqrt(sum(float(part.double().square().sum()) for part in weight.reshape(-1).split(CHUNK)))
+    return float(row_norms(weight.reshape(1, -1)))
