@@ -423,7 +423,7 @@ def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
                     right = _crc(file, info) == info.CRC
                     good += right and "/data/" in info.filename
                     bad += [] if right else [info.filename]
-    except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
         yield Problem("G701", path.name, say("its archive cannot be read ({error})", error=str(error)[:200]))
         return
     if bad and good:

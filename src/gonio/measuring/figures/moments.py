@@ -153,9 +153,10 @@ class Moments:
         total = step if ratio == 1 else (1 - ratio**step) / (1 - ratio)
         return (1 - b1) ** 2 / (1 - b2) * total
 
-    def corrects(self, step: float | None) -> bool:
-        """Whether the bias of the beginning is removed."""
-        return self.correct and bool(self.second) and self.decays is not None and step is not None
+    def bias(self, step: float | None) -> tuple[float, float]:
+        """The betas whose powers are removed; 0 where nothing is."""
+        known = self.correct and self.second and self.decays is not None and step is not None
+        return self.decays if known and self.decays is not None else (0.0, 0.0)
 
 
 _UNKNOWN = say("the update of this optimizer is not known")
@@ -187,6 +188,8 @@ def state_sums(moments: Moments, state: Mapping[str, Tensor], step: float | None
     narrow = any(value.dtype not in (torch.float32, torch.float64) for value in flat)
     limit = None if narrow else moments.bound(step)
     for parts in zip(*(value.split(CHUNK if value.is_cpu else 32 * CHUNK) for value in flat), strict=True):
+        if not len(parts[0]):  # of a process that has no rows
+            continue
         pieces = [widen(part) for part in parts]
         if not pieces[0].is_cpu or not isfinite(sum(float(piece.sum()) for piece in pieces)):
             bad = ~torch.stack(pieces).isfinite().all(0)
@@ -203,20 +206,22 @@ def state_sums(moments: Moments, state: Mapping[str, Tensor], step: float | None
             if m is not None and limit is not None:  # squares that underflow are not beyond
                 total[5] += torch.gt(m * m, (v + LEAST).mul_(ROOM**2 * limit)).sum()
         if m is not None and not moments.reason:
-            update = m if v is None else m / _root(held[moments.under], moments, step)
+            update = m
+            if v is not None:
+                update = m / denominator(
+                    held[moments.under].clamp(min=0), moments.bias(step)[1], step or 1.0, moments.eps
+                )
             update = update.nan_to_num(0.0, 0.0, 0.0) if v is not None and not moments.eps else update
             total[0] += update.double().square().sum() if moments.eps < _SMALL else torch.dot(update, update)
-    if moments.corrects(step):
-        first, second = moments.decays or (0.0, 0.0)
-        total[0] /= (1 - first ** (step or 1.0)) ** 2
-        total[1] /= 1 - second ** (step or 1.0)
+    first, second = moments.bias(step)
+    total[0] /= (1 - first ** (step or 1.0)) ** 2
+    total[1] /= 1 - second ** (step or 1.0)
     return total
 
 
-def _root(under: Tensor, moments: Moments, step: float | None) -> Tensor:
-    """√v̂ + ε."""
-    scale = 1 - moments.decays[1] ** (step or 1.0) if moments.decays and moments.corrects(step) else 1.0
-    return under.clamp(min=0).div_(scale).sqrt_().add_(moments.eps)
+def denominator(second: Tensor, decay: float, step: float, eps: float) -> Tensor:
+    """By which Adam divides: √(v/(1 − β₂^t)) + ε."""
+    return (second / (1 - decay**step)).sqrt() + eps
 
 
 def measure_states(states: Sequence[ParameterState], jobs: int = 1) -> list[StateMeasurement]:
@@ -284,8 +289,7 @@ def _of_second(second: Tensor, sums: StateSums, moments: Moments, step: float | 
         made["dead_rows"] = int((second.reshape(len(second), -1) == 0).all(1).sum())
     if sums.second > 0:
         largest = float((second.nan_to_num(0.0, 0.0, 0.0) if sums.nonfinite else second).max())
-        scale = 1 - moments.decays[1] ** (step or 1.0) if moments.decays and moments.corrects(step) else 1.0
-        made["largest_share"] = largest / scale / sums.second
+        made["largest_share"] = largest / (1 - moments.bias(step)[1] ** (step or 1.0)) / sums.second
     return made
 
 
