@@ -181,7 +181,7 @@ def main(words: list[str]) -> None:
     quick = words[:1] == ["--quick"]
     words = words[1:] if quick else words
     rows: list[dict[str, Any]] = []
-    disk, cores = [], os.cpu_count() or 1
+    disk, cores, disturbed = [], os.cpu_count() or 1, os.getloadavg()[0] > 1
     decoders = QUICK if quick else MEASURED
     most = max(decoders[:-1], key=lambda d: d.parameters)  # also by several processes
     for decoder in decoders:
@@ -197,7 +197,14 @@ def main(words: list[str]) -> None:
                 for jobs in {1: None, cores if decoder == most else 1: None}:
                     rows.append({**asdict(decoder), **alone(work, jobs, *folders)})
                     print(rows[-1], file=sys.stderr, flush=True)
-    found = {"rows": rows, "disk": disk, "quick": quick, "machine": describe(), "versions": versions()}
+    found = {
+        "rows": rows,
+        "disk": disk,
+        "quick": quick,
+        "disturbed": disturbed,
+        "machine": describe(),
+        "versions": versions(),
+    }
     if not quick:
         RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(table(found))
@@ -301,7 +308,8 @@ def table(found: Mapping[str, Any]) -> str:
         "",
         f"The upper table is measured, from the disk; the lowest is the law. The disk of this machine delivers "
         f"{disk / 1e9:.2f} GB/s to `cat`, and each machine of the table is taken to have such a one; "
-        f"{found['machine']['processor']}, {here} cores; {used}.{' From a quick run.' if found['quick'] else ''}",
+        f"{found['machine']['processor']}, {here} cores; {used}.{' From a quick run.' if found['quick'] else ''}"
+        f"{' Other programs were running.' if found['disturbed'] else ''}",
     ]
     return "\n".join(lines)
 
