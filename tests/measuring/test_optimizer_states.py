@@ -179,7 +179,7 @@ def test_a_file_beside_the_model_is_read(tmp_path: Path, content: Content, name:
     source = saved(tmp_path, content, name=name)
     rows = gonio.measure(source).optimizer
     assert {row.name for row in rows if row.name} == {"0.weight", "17.weight", "17.bias"}
-    assert rows[0].place == f"{name}: the optimizer.state.0"
+    assert rows[0].place == f"{name}: state.0"
     assert codes(source) == set()
     checked = gonio.check(source)
     assert checked.intact
@@ -296,6 +296,23 @@ def test_the_first_factor_of_an_adapter_has_no_gradient_at_first() -> None:
             (model(torch.randn(4, 8)) - 1).square().mean().backward()
             optimizer.step()
         assert codes({"model": model.state_dict(), "optimizer": optimizer.state_dict()}) == set()
+
+
+def test_rows_of_tokens_that_never_occurred_are_no_dead_filters(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.arange(20)).square().sum().backward()
+        optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(content, tmp_path / "last.pt")
+    for source in (tmp_path / "last.pt", saved(tmp_path / "folder", content)):
+        found = gonio.check(source)
+        assert found.intact, found
+        assert sum(t.state for t in found.tensors) == 4 + 2  # with the steps
+        assert max(row.dead_rows for row in found.optimizer) == 30
+        assert {row.relative_update is not None for row in found.optimizer} == {True}
 
 
 def test_every_code_has_a_text() -> None:

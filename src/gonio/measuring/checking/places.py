@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
+from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
 from gonio.measuring.reading.shards import PART, weight_map
@@ -51,7 +52,7 @@ class Place:
     Attributes:
         open: a context with a function that fills an array from the given byte of the tensor on.
         values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised.
-        beside: whether it is not of the model. `reason`: why it cannot be read.
+        beside: whether it is not of the model. `reason`: why it cannot be read. `state`: whether it is an optimizer's.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Place:
     beside: bool = False
     reason: str = ""
     values: str = ""
+    state: bool = False
 
 
 @dataclass(frozen=True)
@@ -312,13 +314,15 @@ def _of_content(content: Any, file: str) -> Inventory:
     places, problems = [], []
     prefix, names = f"{key}." if key else "", {str(name) for name in state}
     others = 0
+    raw = optimizers_in(content, in_memory)
+    starts = tuple(f"{one.place}.state.".removeprefix(".") for one in raw)
     for name, value in _leaves(content):
         if not isinstance(value, Tensor):
             others += not isinstance(value, (type(None), bool, int, float, str, bytes))
             continue
         own = name.startswith(prefix) and name.removeprefix(prefix) in names
         place = _of_tensor(name.removeprefix(prefix) if own else name, value, file)
-        places.append(replace(place, beside=not own))
+        places.append(replace(place, beside=not own, state=not own and name.startswith(starts)))
         problems += [Problem("G704", place.name, place.reason)] if "claims" in place.reason else []
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
     notes += [f"{others} other objects are not checked"] if others else []
@@ -374,6 +378,7 @@ def _nothing() -> Iterator[Read]:
 def _of_opened(path: Path, opened: Opened) -> Inventory:
     """What a reader of a format found: each tensor is in memory while it is checked."""
     places = []
+    states = {id(t) for one in opened.optimizer.parameters for t in one.tensors.values()}
     for beside, tensors in ((False, opened.stored), (True, opened.beside)):
         for name, stored in tensors.items():
             values = stored.values or stored.dtype
@@ -383,7 +388,7 @@ def _of_opened(path: Path, opened: Opened) -> Inventory:
             place = Place(
                 name, stored.file or path.name, stored.dtype, stored.shape, size, partial(_loaded, stored.load)
             )
-            places.append(replace(place, values=values, beside=beside, reason=reason))
+            places.append(replace(place, values=values, beside=beside, reason=reason, state=id(stored) in states))
     places += [
         Place(other.name, path.name, other.dtype, other.shape or (), 0, _nothing, reason=other.reason)
         for other in opened.others

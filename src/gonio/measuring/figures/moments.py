@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from itertools import repeat
 from math import isfinite, prod, sqrt
 from typing import Any
 
@@ -50,9 +51,11 @@ class StateMeasurement:
         path: of the layer, or the place.
         step: number of steps. `learning_rate`: that of the parameter's group. None where they are not stored.
         gradient_rms: root mean square of the second moment without its bias, √(mean v̂): the size of gradients.
-        update_rms: root mean square of the last update in units of the learning rate, m̂/(√v̂ + ε) of Adam and AdamW,
-            the momentum of SGD; weight decay is not a part of it.
-        relative_update: η‖update‖/‖w‖, as :class:`gonio.Tracker` measures it at a step (there with weight decay).
+        update_rms: root mean square of an update with these moments, in units of the learning rate: m̂/(√v̂ + ε) of Adam
+            and AdamW, the momentum of SGD; weight decay is not a part of it.
+        relative_update: η‖update‖/‖w‖, as :class:`gonio.Tracker` measures it at a step (there with weight decay); η is
+            the stored rate, which is that of the next step where a schedule has set it. Where
+            the weight is not known, beside the largest of its shape: it is at least so large.
         effective_rate: η/‖w‖², which counts for a weight before a normalisation.
         nonfinite, negative, beyond: entries that are NaN or infinite; second moments below 0; entries whose moments no
             gradients can have left (Note [What gradients can leave behind] in the source).
@@ -60,7 +63,7 @@ class StateMeasurement:
             rows of which it is 0.
         largest_share: that of the largest entry in the sum of the second moments.
         siblings, ratio, distance: `gradient_rms` beside that of the same weight in other layers, as in `check`.
-        reason: why there is no `update_rms`, or no `relative_update`.
+        reason: why there is no `update_rms`, or which weight it is is not known.
     """
 
     name: str
@@ -226,23 +229,25 @@ def denominator(second: Tensor, decay: float, step: float, eps: float) -> Tensor
 
 def measure_states(states: Sequence[ParameterState], jobs: int = 1) -> list[StateMeasurement]:
     """The figures of each, by `jobs` threads; one that cannot be read has the reason."""
+    norms: dict[int, float] = {}
     if jobs == 1 or len(states) < 2:
-        return [_measured(state) for state in states]
+        return [_measured(state, norms) for state in states]
     with one_thread(), ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(_measured, states))
+        return list(pool.map(_measured, states, repeat(norms)))
 
 
-def _measured(state: ParameterState) -> StateMeasurement:
+def _measured(state: ParameterState, norms: dict[int, float]) -> StateMeasurement:
     row: dict[str, Any] = {name: getattr(state, name) for name in ("name", "place", "path", "shape", "step")}
     rate = state.options.get("lr")
     row["learning_rate"] = rate if isinstance(rate, float) and isfinite(rate) else None
     try:
-        return StateMeasurement(**row, **_figures(state, row["learning_rate"]))
+        return StateMeasurement(**row, **_figures(state, row["learning_rate"], norms))
     except Exception as error:  # of a damaged file, or of a tensor of another layout
         return StateMeasurement(**row, reason=say("cannot be read: {error}", error=str(error)[:200]))
 
 
-def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:
+def _figures(state: ParameterState, rate: float | None, norms: dict[int, float]) -> dict[str, Any]:
+    """The figures; beside the largest norm of the weights that it may be, so that an update is at least so large."""
     held = {name: t for name, t in state.tensors.items() if t.shape == state.shape and _floating(t)}
     moments = Moments.of(held, state.options)
     names = {moments.first, moments.second, moments.under} - {""}
@@ -258,12 +263,15 @@ def _figures(state: ParameterState, rate: float | None) -> dict[str, Any]:
     made["nonfinite"] += others
     if moments.second:
         made |= _of_second(tensors[moments.second], sums, moments, state.step)
-    if state.weight is not None and rate is not None and _floating(state.weight):
-        norm = _norm(state.weight.load())
+    weights = [weight for weight in state.weights if _floating(weight)]
+    if weights and rate is not None:
+        for weight in weights:
+            if id(weight) not in norms:
+                norms[id(weight)] = float(row_norms(weight.load().reshape(1, -1)))
+        norm = max(norms[id(weight)] for weight in weights)
         if norm and isfinite(norm):
-            made["effective_rate"] = rate / norm**2
-            if not moments.reason:
-                made["relative_update"] = rate * sqrt(sums.update) / norm
+            made |= {"effective_rate": rate / norm**2} if state.name else {}
+            made |= {} if moments.reason else {"relative_update": rate * sqrt(sums.update) / norm}
     return made
 
 
@@ -291,7 +299,3 @@ def _of_second(second: Tensor, sums: StateSums, moments: Moments, step: float | 
         largest = float((second.nan_to_num(0.0, 0.0, 0.0) if sums.nonfinite else second).max())
         made["largest_share"] = largest / (1 - moments.bias(step)[1] ** (step or 1.0)) / sums.second
     return made
-
-
-def _norm(weight: Tensor) -> float:
-    return float(row_norms(weight.reshape(1, -1)))

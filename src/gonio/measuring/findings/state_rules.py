@@ -33,14 +33,15 @@ def among_states(rows: Iterable[StateMeasurement]) -> tuple[StateMeasurement, ..
 
 
 def updates_of(rows: Iterable[StateMeasurement]) -> tuple[Message, ...]:
-    """How far the last step moved matrices, in one sentence; none where that is not known."""
+    """How far an update moves matrices, in one sentence; none where that is not known."""
     known = sorted((row.relative_update, row.path) for row in rows if row.relative_update and len(row.shape) > 1)
     if not known:
         return ()
     middle, (most, path) = known[len(known) // 2][0], known[-1]
     return (
         say(
-            "the last update of {n} is {middle:.3g} times the weight's norm at the median, {most:.3g} at most ({path})",
+            "with these moments and learning rates an update of {n} is {middle:.3g} times the weight's norm at the "
+            "median, {most:.3g} at most ({path})",
             n=counted(len(known), "weight"),
             middle=middle,
             most=most,
@@ -52,7 +53,7 @@ def updates_of(rows: Iterable[StateMeasurement]) -> tuple[Message, ...]:
 def judged_states(
     contents: OptimizerContents, *, jobs: int = 1, values: bool = True
 ) -> tuple[tuple[StateMeasurement, ...], list[Finding], tuple[Message, ...]]:
-    """The rows of an optimizer's states, the findings on them, and how far the last step moved weights.
+    """The rows of an optimizer's states, the findings on them, and how far an update moves weights.
 
     Args:
         jobs: number of threads. `values`: as in :func:`of_optimizer`.
@@ -121,7 +122,7 @@ def _large(row: StateMeasurement) -> str | None:
     if size is None or len(row.shape) < 2 or size <= max(LARGE, FROM_ZERO / sqrt(max(row.step or 1.0, 1.0))):
         return None
     return say(
-        "the last update is {size:.3g} times as long as the weight (learning rate {rate:g})",
+        "an update with these moments is {size:.3g} times as long as the weight (learning rate {rate:g})",
         size=size,
         rate=row.learning_rate,
     )

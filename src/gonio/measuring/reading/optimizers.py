@@ -38,7 +38,8 @@ class ParameterState:
         place: in the checkpoint. `name`: of the weight, as the model names it; "" where it is not known.
         tensors: by the optimizer's names for them. `step`: number of steps; None where it is not stored.
         options: the numbers of its parameter group, such as `lr` and `betas`; empty where they are not stored.
-        shape: that of the parameter. `weight`: its values. `unknown`: why name or weight are not known.
+        shape: that of the parameter. `weights`: the weight; where it is not known, all that it may be.
+        unknown: why name or weight are not known.
     """
 
     place: str
@@ -47,7 +48,7 @@ class ParameterState:
     step: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
-    weight: StoredTensor | None = None
+    weights: tuple[StoredTensor, ...] = ()
     unknown: str = ""
 
     @property
@@ -127,7 +128,7 @@ def _found(content: Any, at: Path, leaf: Leaf, levels: int, seen: set[int]) -> I
                     key: {str(word): _kept(leaf, (*at, "state", key, word), value) for word, value in one.items()}
                     for key, one in held.items()
                 }
-                yield Raw(".".join(map(str, at)) or "the optimizer", made, groups)
+                yield Raw(".".join(map(str, at)), made, groups)
                 return
         inner: Iterable[tuple[Any, Any]] = content.items()
     elif isinstance(content, (list, tuple)):
@@ -242,9 +243,13 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
     parameters: list[ParameterState] = []
     misfits, without = [], []
     spare = Counter(t.shape for t in weights.values())
+    alike: dict[tuple[int, ...], list[StoredTensor]] = {}
+    for weight in weights.values():
+        alike.setdefault(weight.shape, []).append(weight)
     stateful = any(found.state.values())
     for key in found.keys:
-        place = f"{raw.place}.state.{plain(str(key), longest=200)}"
+        dot = "" if not raw.place or raw.place.endswith(": ") else "."
+        place = f"{raw.place}{dot}state.{plain(str(key), longest=200)}"
         name = names.get(key, "")
         name = name if name in weights else by_clean.get(name, "")
         held, shape = found.state.get(key) or {}, shapes.get(key)
@@ -268,7 +273,8 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
         step = options.get("step") if step is None else step
         step = step if isinstance(step, float) and 1 <= step < _MOST_STEPS else None
         made = ParameterState(place, name, _tensors(held, shape), step, options, shape or ())
-        parameters.append(replace(made, weight=weights.get(name), unknown=unknown))
+        may = (weights[name],) if name else tuple(alike.get(made.shape, ())) if not wrong else ()
+        parameters.append(replace(made, weights=may, unknown=unknown))
     return OptimizerContents(tuple(parameters), tuple(without), tuple(misfits), _unjudged(parameters))
 
 
