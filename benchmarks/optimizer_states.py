@@ -295,8 +295,16 @@ def main(words: list[str]) -> None:
                 faults.append({**said, "fault": name, "found": sorted({code for code, _ in new})})
         print(training, f"{time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     found = {"healthy": healthy, "faults": faults, "versions": versions()}
-    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save(found)
     print(table(found))
+
+
+def save(found: Mapping[str, Any]) -> None:
+    """A line for each record."""
+    between = ",\n"
+    parts = [f'"{name}": [\n{between.join(map(json.dumps, found[name]))}\n]' for name in ("healthy", "faults")]
+    parts.append(f'"versions": {json.dumps(found["versions"])}')
+    RESULT.write_text(f"{{\n{between.join(parts)}\n}}\n", encoding="utf-8")
 
 
 def table(found: Mapping[str, Any]) -> str:
