@@ -50,6 +50,9 @@ def optimizer_of(model: nn.Module) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
+LAYERS = nn.ParameterList([nn.Parameter(value.clone()) for value in STATE.values()])
+
+
 def sharded(folder: Path, pieces: int = 2) -> Path:
     """The folder that several ranks write: each tensor in pieces of rows and of columns."""
     folder.mkdir()
@@ -86,11 +89,11 @@ def metadata_of(folder: Path) -> Metadata:
 
 @pytest.mark.parametrize("content", [
     STATE,
-    {"model": STATE, "optimizer": optimizer_of(nn.Linear(3, 2)), "step": 3, "lr": "constant"},
+    {"model": STATE, "optimizer": optimizer_of(LAYERS), "step": 3, "lr": "constant"},
     {**STATE, "optimizer": {  # torchtitan's: the model's keys beside flat ones of the optimizer
         **{f"state.{name}.{slot}": torch.ones(12, 20) for name in STATE for slot in ("exp_avg", "exp_avg_sq")},
         **{f"param_groups.{name}.lr": 0.1 for name in STATE}}, "train_state": {"step": 3}},
-    {"app": {"model": STATE, "optim": optimizer_of(nn.Linear(3, 2))}, "model": STATE},
+    {"app": {"model": STATE, "optim": optimizer_of(LAYERS)}, "model": STATE},
     {"state_dict": {"module." + name: value for name, value in STATE.items()}},
 ])  # fmt: skip
 def test_equal_weights_have_equal_figures(tmp_path: Path, content: dict[str, Any]) -> None:

@@ -265,10 +265,35 @@ def test_errors() -> None:
     with pytest.raises(InvalidArgumentError, match=r"trains the model's parameters; found a SGD of other"):
         gonio.Tracker(nn.Linear(3, 2), optimizer=opt)
     with pytest.raises(
-        InvalidArgumentError, match=r"also=\) takes filter_rotation, initial_angle, attention; found \('x',\)"
+        InvalidArgumentError,
+        match=r"also=\) takes filter_rotation, initial_angle, gradient, state, attention; found \('x',\)",
     ):
         gonio.Tracker(model, optimizer=opt, also=("x",))
     with pytest.raises(InvalidArgumentError, match=r"copies=\) is one of all, one; found 'two'"):
         gonio.Tracker(model, optimizer=opt, copies="two")
     with pytest.raises(InvalidArgumentError, match=r"measures steps with optimizer=; found figures='training'"):
         gonio.Tracker(model, figures="training")
+
+
+def test_gradients_and_states_are_those_of_the_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, also=("gradient", "state"), figures="training")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().sum().backward()
+        gradient = model[0].weight.grad
+        assert gradient is not None
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        row = next(row for row in reversed(tracker.rows) if row["layer"] == "0")
+        change = model[0].weight.detach() - before
+        assert row["gradient_norm"] == pytest.approx(float(gradient.norm()), rel=1e-6)
+        assert row["update_rms"] == pytest.approx(float(change.square().mean().sqrt()) / 0.01, rel=1e-4)
+        moment = optimizer.state[model[0].weight]["exp_avg_sq"] / (1 - 0.999 ** row["step"])
+        assert row["gradient_rms"] == pytest.approx(float(moment.mean().sqrt()), rel=1e-5)
+    optimizer.state[model[2].weight]["exp_avg_sq"].sub_(1.0)
+    optimizer.step()
+    assert [(step, one.code, one.path) for step, one in tracker.findings] == [(4, "G804", "2")]
+    tracker.undo_()

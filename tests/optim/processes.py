@@ -28,14 +28,15 @@ def _held(norm: Any, step: Any) -> Case:
     def prepare(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
         gonio.hold_(model, optimizer, norm=norm, step=step)
-        return optimizer, gonio.Tracker(model, optimizer=optimizer, every=2, also=("filter_rotation", "initial_angle"))
+        also = ("filter_rotation", "initial_angle")
+        return optimizer, gonio.Tracker(model, optimizer=optimizer, every=2, also=also, gather=True)
 
     return prepare
 
 
 def _muon(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = gonio.optim.Muon(gonio.param_groups(model, matrices=True), lr=0.05)
-    return optimizer, gonio.Tracker(model, optimizer=optimizer, every=2)
+    return optimizer, gonio.Tracker(model, optimizer=optimizer, every=2, gather=True)
 
 
 def _l2(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:

@@ -358,6 +358,28 @@ _POWERS: dict[type[Optimizer], dict[str, int]] = {
 }
 
 
+def state_powers(names: Iterable[str]) -> Mapping[str, int]:
+    """What tensors of an optimizer's state are, where its type is not known: 1 of gradients, 2 of their squares.
+
+    Types are told by the names of what they keep: of those that may keep all of these, the ones that keep least else.
+
+    Returns:
+        The power by which each is in units of the gradient; without those that no known type keeps, and without all if
+        such types differ.
+
+    Example:
+        >>> from gonio.editing.steps import state_powers
+        >>> state_powers(["exp_avg", "exp_avg_sq"]), state_powers(["exp_avg_sq_row"])
+        ({'exp_avg': 1, 'exp_avg_sq': 2}, {})
+    """
+    known = {name for powers in _POWERS.values() for name in powers}
+    wanted = [name for name in names if name in known]
+    may = [powers for powers in _POWERS.values() if wanted and powers.keys() >= set(wanted)]
+    least = min(map(len, may), default=0)
+    found = {tuple(powers[name] for name in wanted) for powers in may if len(powers) == least}
+    return dict(zip(wanted, found.pop(), strict=True)) if len(found) == 1 else {}
+
+
 def of_kind(optimizer: Optimizer, kinds: Mapping[type[Optimizer], Value]) -> Value | None:
     """The entry for the type of an optimizer, or for a base class whose `step` it inherits; None for another type.
 

@@ -25,6 +25,7 @@ from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFac
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, alike, measure_tensors
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import worst_first
+from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
@@ -173,8 +174,7 @@ def measure(
     figures, given = tuple(extra_figures), [source] if base is None else [source, base]
     about = {"deep": deep, "extra_figures": figures}
     cached = None if cache is None else Cache(cache, given, TensorMeasurement, about)  # before anything is read
-    contents = contents_of(source, base)
-    entries = contents.entries
+    entries = (contents := contents_of(source, base)).entries
     with cached.opened(entries) if cached else spread.journal_of(TensorMeasurement, given, **about) as kept:
         tensors = results(
             lambda numbers: _rows(entries, numbers, figures, deep=deep),
@@ -186,19 +186,22 @@ def measure(
             kept,
         )
     structure, facts = _structure(source, batch, entries, figures), None
-    signals, silent = _signals(source, batch) if isinstance(source, nn.Module) and batch is not None else ((), ())
+    signals, silent = _signals(source, batch)
     if isinstance(source, nn.Module) and training is not None:
         facts = ModelFacts.of(source, structure, signals, training)
-    attended = [head.logits for head in structure.heads] if batch is not None else []
+    heads = [] if batch is None else [head.logits for head in structure.heads]
+    states, of_states, updates = judged_states(contents.optimizer)
+    found = [*findings_of(tensors, facts, heads), *of_files(contents.problems), *of_states]
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
-        worst_first([*findings_of(tensors, facts, attended), *of_files(contents.problems)]),
+        worst_first(found),
         scale=structure.scale,
         mixtures=structure.mixtures,
         heads=structure.heads,
         signals=signals,
-        notes=(*(cached.notes if cached else ()), *contents.notes, *structure.notes, *silent),
+        optimizer=states,
+        notes=(*(cached.notes if cached else ()), *contents.notes, *updates, *structure.notes, *silent),
         versions=versions(),
     )
 
@@ -253,12 +256,14 @@ def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
         raise InvalidArgumentError(asked, "a state dict", do)
 
 
-def _signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
-    """:func:`measure_signals`; where a layer got an input of another size, the error says so."""
+def _signals(source: Source, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
+    """:func:`measure_signals` of a model; where a layer got an input of another size, the error says so."""
+    if not isinstance(source, nn.Module) or batch is None:
+        return (), ()
     try:
-        return measure_signals(model, batch)
+        return measure_signals(source, batch)
     except Exception as error:
-        found, do = misfit(model, batch)
+        found, do = misfit(source, batch)
         if not found:
             raise
         raise InvalidArgumentError("measure(batch=) must be an input that the model takes", found, do) from error

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gonio.escaping import display_width, json_data, markdown_cell, plain, shorten
 from gonio.measuring.figures.heads import HeadMeasurement
+from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
@@ -51,6 +52,7 @@ class Measurements(Table[TensorMeasurement]):
             source without a graph, or where no scale can move.
         mixtures: of each switchable norm, the shares of the statistics in its mean and in its variance.
         heads: of the attention blocks of a model, in the order of execution.
+        optimizer: of a checkpoint with the state of an optimizer, one row per parameter that has one.
         signals: the layers' outputs on a batch, if one was given, in the order in which they ran.
         notes: how the source was read.
         suppressed: the findings that a :class:`Suppression` left out; None where none was applied.
@@ -72,6 +74,7 @@ class Measurements(Table[TensorMeasurement]):
     mixtures: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     heads: tuple[HeadMeasurement, ...] = ()
     signals: tuple[Signal, ...] = ()
+    optimizer: tuple[StateMeasurement, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     suppressed: Suppressed | None = None
@@ -245,7 +248,7 @@ class Measurements(Table[TensorMeasurement]):
             },
             **{
                 name: getattr(self, name)
-                for name in ("mixtures", "heads", "signals", "findings", "suppressed", "tensors")
+                for name in ("mixtures", "heads", "signals", "optimizer", "findings", "suppressed", "tensors")
             },
             "versions": self.versions,
         }

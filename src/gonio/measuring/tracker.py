@@ -8,12 +8,13 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.steps import watch
@@ -23,7 +24,8 @@ from gonio.execution import several_ranks
 from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
-from gonio.measuring.findings.rules import Finding
+from gonio.measuring.findings.rules import Finding, findings_by
+from gonio.measuring.findings.state_rules import STATE_RULES
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.live import SECONDS, LivePage, checked_page
@@ -32,6 +34,7 @@ from gonio.measuring.showing.training import training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.attention import ATTENTION, AttentionFigures, attention_rows
 from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
+from gonio.measuring.training.shards import SHARDED, ShardSums, divided, local, norms_of_shards
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers
 from gonio.messages import say
 from gonio.surgery import Where, as_selector, sites
@@ -60,6 +63,9 @@ class Tracker:
     learning_rate           η of the weight's group
     initial_angle           angle in degrees to the weight before the first measured step, on request
     filter_rotation_…       min, median and max over filters, on request
+    gradient_norm           of the gradient with which the optimizer steps, on request
+    gradient_rms            of the optimizer's second moment, the square root of its mean without bias, on request
+    update_rms              of the update in units of the learning rate, by the optimizer's state, on request
     ======================  ================================================================================
 
     With `also=("attention",)` each attention has a row, from the forwards in training mode since the step before: the
@@ -78,7 +84,8 @@ class Tracker:
         every: number of steps from one measurement to the next.
         where: the layers to measure; all by default.
         also: figures that take more time or memory: "filter_rotation"; "initial_angle", for which a copy of the weights
-            stays in the memory of the CPU; "attention", for which the model runs once at the start.
+            stays in the memory of the CPU; "gradient", its norm; "state", the figures of the optimizer's state, with
+            the rules of :func:`gonio.check` on them; "attention", for which the model runs once at the start.
         example: for "attention", an input as :func:`gonio.surgery.anatomy` takes it; None for a generated one.
         figures: "all", or with an optimizer only those of the "training": without angles and spectra, a measurement is
             cheap enough for every step.
@@ -91,11 +98,14 @@ class Tracker:
         histograms: send, beside the scalars, the norms of the filters and the angles between them as a histogram of
             each layer, `gonio.norms/LAYER` and `gonio.angles/LAYER`, to the loggers that take one: those with
             `add_histogram_raw` (TensorBoard) and runs of W&B.
+        gather: of weights that FSDP2 or tensor parallelism divides, gather one at a time in every process, for the
+            figures of angles and spectra, and histograms. By default no weight is gathered.
 
     Attributes:
         rows: a dict with `step`, `layer` and the figures, for each measured step and layer. A figure that does not
             apply is absent: a depthwise convolution has no angles.
         heads: for "attention", each recorded step with what each head attends to.
+        left_out: of each divided weight, why figures are absent; empty without one.
         findings: what the rules of :func:`gonio.measure` found in single weights, such as filters that collapse onto
             one direction, each with the step at which it was first seen; not with `figures="training"`. For
             "attention", also what they found in heads.
@@ -108,8 +118,10 @@ class Tracker:
         NotApplicableError: for "attention" of a model with sharded parameters.
 
     Note:
-        With several processes, call it in all of them, because gathering sharded weights needs all. Only the first one
-        logs and stores rows.
+        With several processes, call it in all of them. Of weights that are divided (FSDP2's `fully_shard`,
+        `parallelize_module`), norms, zero filters, figures of steps, gradients and the optimizer's state are sums over
+        shards: each process sums its own, and one reduction of 8 bytes per filter adds those of all weights. Only the
+        first one logs and stores rows.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
@@ -144,6 +156,7 @@ class Tracker:
         example: Any = None,
         page: str | os.PathLike[str] | None = None,
         histograms: bool = False,
+        gather: bool = False,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError("Tracker(every=) is a number of steps", repr(every), "Pass 1 or more.")
@@ -171,7 +184,8 @@ class Tracker:
         self.findings: list[tuple[int, Finding]] = []
         self.training = StepFigures(model, also) if optimizers else None
         self._counts = dict.fromkeys(map(id, optimizers), 0)
-        self._failed = False
+        self._failed, self._gather = False, gather
+        self.left_out: dict[str, str] = {}
         self._ends = []
         for each in optimizers:
             acts = [partial(_shielded, weakref.ref(self), act) for act in (Tracker._before, Tracker._after)]
@@ -205,7 +219,7 @@ class Tracker:
     def measure(self) -> None:
         """Measure now, for example before the first step; without figures of a step."""
         self._measured = self._step
-        found = {entry.path: self._measure(entry) for entry in self._entries()}
+        found = self._measure(self._entries())
         self._record(self._step, self._with_attention(found))
 
     def _expect(self) -> None:
@@ -220,23 +234,43 @@ class Tracker:
         heads = () if self._attention is None else self._attention.take()
         if _first():
             self.heads += [(self._step, head) for head in heads]
-            self._keep(findings_of((), None, heads))
+        self._keep(findings_of((), None, heads))
         rows = attention_rows(heads)
         return found | {path: found.get(path, {}) | row for path, row in rows.items()}
 
     def _keep(self, findings: Iterable[Finding]) -> None:
         """Keep what was not found before."""
-        known = {(one.code, one.path) for _, one in self.findings}
-        self.findings += [(self._step, one) for one in findings if (one.code, one.path) not in known]
+        if _first():
+            known = {(one.code, one.path) for _, one in self.findings}
+            self.findings += [(self._step, one) for one in findings if (one.code, one.path) not in known]
 
-    def _measure(self, entry: TensorEntry) -> dict[str, float]:
-        """The figures of one weight; what the rules find in it is kept if it is new."""
+    def _measure(self, entries: Sequence[TensorEntry]) -> dict[str, dict[str, float]]:
+        """The figures of weights; what the rules find in them is kept if it is new."""
+        rows: list[TensorMeasurement | Callable[[], TensorMeasurement]] = []
+        sums = ShardSums()
+        for entry in entries:
+            weight = None if self._gather else _weight_of(entry)
+            if divided(weight):
+                rows.append(norms_of_shards(entry, weight, sums))
+                self.left_out[entry.path] = SHARDED
+            else:
+                rows.append(
+                    self._measure_whole(entry if weight is None else replace(entry, load=partial(local, weight)))
+                )
+        sums.reduce()
+        measured = [row if isinstance(row, TensorMeasurement) else row() for row in rows]
+        self._keep_warnings(findings_of(measured))
+        return {row.path: _figures(row) for row in measured}
+
+    def _measure_whole(self, entry: TensorEntry) -> TensorMeasurement:
         measured = measure_tensor(entry)
         if self._histograms is not None:
             self._histograms |= histograms_of(entry, measured)
-        if _first():
-            self._keep(one for one in findings_of([measured]) if one.level != "info")
-        return _figures(measured)
+        return measured
+
+    def _keep_warnings(self, findings: Iterable[Finding]) -> None:
+        """Keep those that are no remarks: rules on single weights say much of a network that has not learnt yet."""
+        self._keep(one for one in findings if one.level != "info")
 
     def undo_(self) -> None:
         """Remove the hooks by which steps of the optimizer are measured; rows stay."""
@@ -293,9 +327,10 @@ class Tracker:
     def _after(self, optimizer: Optimizer) -> None:
         self._step = self._measured = self._counts[id(optimizer)]
         if self.training is not None and self._step % self._every == 0:
-            found = {}
-            for entry, figures in self.training.take(optimizer):
-                found[entry.path] = figures if self._only_training else self._measure(entry) | figures
+            taken = self.training.take(optimizer)
+            measured = {} if self._only_training else self._measure([entry for entry, _ in taken])
+            found = {entry.path: measured.get(entry.path, {}) | figures for entry, figures in taken}
+            self._keep_warnings(findings_by(STATE_RULES, ((row, row.path) for row in self.training.state_rows())))
             if found:
                 self._record(self._step, self._with_attention(found))
         self._expect()
@@ -339,6 +374,15 @@ class Tracker:
                     label = f"{site.path}.{name}" if site.path else name
                     found[label] = f"its weight is stored as {str(tensor.layout).removeprefix('torch.')}"
         return found
+
+
+def _weight_of(entry: TensorEntry) -> Any:
+    """The weight; None for one that cannot be read, of which the measurement says why."""
+    try:
+        weight = entry.read()
+    except Exception:  # the model's own code
+        return None
+    return weight if isinstance(weight, Tensor) else None
 
 
 def _shielded(ref: weakref.ref[Tracker], act: Callable[[Tracker, Optimizer], None], optimizer: Optimizer) -> None:

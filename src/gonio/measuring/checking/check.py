@@ -22,11 +22,13 @@ from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
 from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
-from gonio.measuring.findings.rules import LEVELS, RULES, Finding
+from gonio.measuring.figures.moments import StateMeasurement
+from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
+from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.gaps import missing_in_blocks
-from gonio.measuring.reading.source import name_of, padding_beside, small_json
+from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, padding_beside, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -98,6 +100,7 @@ class CheckResult(Table[TensorCheck]):
         tensors: one :class:`TensorCheck` per tensor.
         findings: what is wrong or unusual, errors first.
         notes: remarks on how it was read.
+        optimizer: one row per parameter of which an optimizer has state.
 
     Example:
         >>> gonio.check({"w": torch.ones(2)})["w"].constant
@@ -111,6 +114,7 @@ class CheckResult(Table[TensorCheck]):
     tensors: tuple[TensorCheck, ...]
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    optimizer: tuple[StateMeasurement, ...] = ()
 
     @property
     def intact(self) -> bool:
@@ -156,6 +160,7 @@ class CheckResult(Table[TensorCheck]):
             "findings": json_data(self.findings),
             "notes": json_data(self.notes),
             "tensors": json_data(self.tensors),
+            "optimizer": json_data(self.optimizer),
         }
 
     def __repr__(self) -> str:
@@ -263,11 +268,14 @@ def check(
     tensors = among_others(known_parts, padding=padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
-    gaps = (
-        [] if adapters else missing_in_blocks((place.name for place in held.places if not place.beside), held.problems)
-    )
-    findings = checked(tensors, [*held.problems, *unread, *changes, *faults_of(adapters, in_files), *gaps])
-    return CheckResult(name_of(source), contents, tensors, findings, notes)
+    own = (place.name for place in held.places if not place.beside)
+    gaps = [] if adapters else missing_in_blocks(own, held.problems)
+    states = optimizer_of(source)
+    problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
+    findings = checked(tensors, problems)
+    rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
+    findings = worst_first([*findings, *of_states])
+    return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
 
 
 def _folder(held: Inventory) -> Path | None:

@@ -27,12 +27,13 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
+from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
 from gonio.measuring.reading.shards import PART, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
-from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content
+from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero
 from gonio.messages import counted, say
 
@@ -51,7 +52,7 @@ class Place:
     Attributes:
         open: a context with a function that fills an array from the given byte of the tensor on.
         values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised.
-        beside: whether it is not of the model. `reason`: why it cannot be read.
+        beside: whether it is not of the model. `reason`: why it cannot be read. `state`: whether it is an optimizer's.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Place:
     beside: bool = False
     reason: str = ""
     values: str = ""
+    state: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,19 @@ def inventory(source: object) -> Inventory:
         raise absent(files[0])
     else:
         found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
+    if path.is_dir() and files[0] != path:
+        found = _with_optimizers(found, path, files)
     return replace(found, notes=(*found.notes, *notes))
+
+
+def _with_optimizers(found: Inventory, folder: Path, model: list[Path]) -> Inventory:
+    """The model with the tensors of torch files beside it that hold the state of an optimizer."""
+    for file in optimizer_files(folder, model)[0]:
+        held = _of_file(file)
+        places = (replace(place, name=f"{file.name}: {place.name}", beside=True) for place in held.places)
+        problems = (*found.problems, *held.problems)
+        found = replace(found, places=(*found.places, *places), problems=problems, files=(*found.files, file))
+    return found
 
 
 def _of_file(path: Path) -> Inventory:
@@ -300,13 +314,15 @@ def _of_content(content: Any, file: str) -> Inventory:
     places, problems = [], []
     prefix, names = f"{key}." if key else "", {str(name) for name in state}
     others = 0
+    raw = optimizers_in(content, in_memory)
+    starts = tuple(f"{one.place}.state.".removeprefix(".") for one in raw)
     for name, value in _leaves(content):
         if not isinstance(value, Tensor):
             others += not isinstance(value, (type(None), bool, int, float, str, bytes))
             continue
         own = name.startswith(prefix) and name.removeprefix(prefix) in names
         place = _of_tensor(name.removeprefix(prefix) if own else name, value, file)
-        places.append(replace(place, beside=not own))
+        places.append(replace(place, beside=not own, state=not own and name.startswith(starts)))
         problems += [Problem("G704", place.name, place.reason)] if "claims" in place.reason else []
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
     notes += [f"{others} other objects are not checked"] if others else []
@@ -362,6 +378,7 @@ def _nothing() -> Iterator[Read]:
 def _of_opened(path: Path, opened: Opened) -> Inventory:
     """What a reader of a format found: each tensor is in memory while it is checked."""
     places = []
+    states = {id(t) for one in opened.optimizer.parameters for t in one.tensors.values()}
     for beside, tensors in ((False, opened.stored), (True, opened.beside)):
         for name, stored in tensors.items():
             values = stored.values or stored.dtype
@@ -371,7 +388,7 @@ def _of_opened(path: Path, opened: Opened) -> Inventory:
             place = Place(
                 name, stored.file or path.name, stored.dtype, stored.shape, size, partial(_loaded, stored.load)
             )
-            places.append(replace(place, values=values, beside=beside, reason=reason))
+            places.append(replace(place, values=values, beside=beside, reason=reason, state=id(stored) in states))
     places += [
         Place(other.name, path.name, other.dtype, other.shape or (), 0, _nothing, reason=other.reason)
         for other in opened.others
@@ -411,7 +428,7 @@ def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
                     right = _crc(file, info) == info.CRC
                     good += right and "/data/" in info.filename
                     bad += [] if right else [info.filename]
-    except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
         yield Problem("G701", path.name, say("its archive cannot be read ({error})", error=str(error)[:200]))
         return
     if bad and good:

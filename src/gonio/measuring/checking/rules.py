@@ -84,12 +84,12 @@ def _nonfinite(t: TensorCheck) -> str | None:
 
 @rule("G101", VALUE_RULES)
 def _zero(t: TensorCheck) -> str | None:
-    return say("every value is 0") if t.zero and t.rows > 1 and t.ratio != 0 else None
+    return say("every value is 0") if t.zero and t.rows > 1 and t.ratio != 0 and not t.state else None
 
 
 @rule("G102", VALUE_RULES)
 def _zero_rows(t: TensorCheck) -> str | None:
-    if not 0 < t.zero_rows < t.rows or t.adapter or t.beside or _padded(t):
+    if not 0 < t.zero_rows < t.rows or t.adapter or t.state or t.beside or _padded(t):
         return None
     return zero_filters(t.zero_rows, t.rows, t.zero_indices)
 
@@ -106,7 +106,7 @@ def _negative_variances(t: TensorCheck) -> str | None:
 
 @rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)
 def _equal_rows(t: TensorCheck) -> str | None:
-    if t.adapter:
+    if t.adapter or t.state:
         return None
     return equal_filters(t.equal_pairs, t.equal_rows, t.rows, (t.rows, t.entries // max(t.rows, 1)))
 
@@ -115,14 +115,14 @@ def _equal_rows(t: TensorCheck) -> str | None:
 def _constant(t: TensorCheck) -> str | None:
     return (
         say("every value is {largest:.3g} or its negative", largest=t.largest)
-        if t.constant and not t.zero and t.rows > 1
+        if t.constant and not t.zero and t.rows > 1 and not t.state
         else None
     )
 
 
 @rule("G708", VALUE_RULES)
 def _constant_rows(t: TensorCheck) -> str | None:
-    if t.adapter:
+    if t.adapter or t.state:
         return None
     if _padded(t) and t.rows > 1:
         return say("row {row} is 0", row=t.zero_indices[0])

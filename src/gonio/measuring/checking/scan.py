@@ -49,7 +49,8 @@ class TensorCheck:
 
     Attributes:
         name: its key. `file`: the file that holds it; "" for a tensor in memory.
-        beside: whether it is not of the model, as the optimizer's state in a trainer's checkpoint.
+        beside: whether it is not of the model, as the optimizer's state in a trainer's checkpoint. `state`: whether it
+            is such a state, whose rows are no filters: of tokens that never occurred they are 0.
         integers: whether its entries are integers or packed, so that there is no norm and no NaN.
         nonfinite: number of NaN and infinite values; `first_nonfinite`: index of the first one.
         norm, largest: Frobenius norm, and largest absolute value, of the finite values.
@@ -78,6 +79,7 @@ class TensorCheck:
     dtype: str
     shape: tuple[int, ...]
     beside: bool = False
+    state: bool = False
     integers: bool = False
     nonfinite: int = 0
     first_nonfinite: tuple[int, ...] | None = None
@@ -129,9 +131,8 @@ def scan_all(places: Sequence[Place], jobs: int, progress: Callable[[int, int], 
 
 def scan(place: Place) -> TensorCheck:
     """The check of one tensor; one that cannot be read has the reason."""
-    header = TensorCheck(
-        name=place.name, file=place.file, dtype=place.dtype, shape=place.shape, beside=place.beside, reason=place.reason
-    )
+    known_of = {name: getattr(place, name) for name in ("name", "file", "dtype", "shape", "beside", "state", "reason")}
+    header = TensorCheck(**known_of)
     if place.reason or not prod(place.shape):
         return header
     # Dtypes that torch does not have (4 and 6 bits) are checked as bytes.

@@ -389,7 +389,7 @@ def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], 
     fine = norms if isfinite(float(norms.sum())) else norms[torch.isfinite(norms)]
     values: dict[str, Any] = {"groups": groups, "filters": n, "dim": d, "zero_filters": 0}
     if len(fine):
-        values |= _norms(NormSummary.of(fine, d))
+        values |= norm_figures(NormSummary.of(fine, d))
     if values["zero_filters"]:
         values["zero_indices"] = tuple((norms == 0).nonzero().flatten()[:LISTED].tolist())
     if len(fine) < len(norms):
@@ -422,7 +422,7 @@ def _filters_of_each(matrices: Tensor, norms: Tensor) -> Iterator[dict[str, Any]
             "groups": 1,
             "filters": n,
             "dim": d,
-            **_norms(found),
+            **norm_figures(found),
             **(_angles(pairs, n, d) if pairs else {"pairs": 0}),
             "proportional": _proportional(matrix[None], pairs),
             **_edge(SpectrumEstimate(largest, 0.0, None), (1, n, d), found.frobenius),
@@ -430,7 +430,8 @@ def _filters_of_each(matrices: Tensor, norms: Tensor) -> Iterator[dict[str, Any]
         }
 
 
-def _norms(found: NormSummary) -> dict[str, Any]:
+def norm_figures(found: NormSummary) -> dict[str, Any]:
+    """The figures of a measurement that follow from the norms of its filters."""
     return {
         "rms": found.rms,
         "frobenius": found.frobenius,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -23,6 +24,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
@@ -37,12 +39,14 @@ _OF_METADATA = (
     *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties"),
     *("StorageMeta", "_MEM_FORMAT_ENCODING"),
 )
+_OF_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")  # which Megatron keeps
 _CLASSES = frozenset(
     {
         *_METADATA,
         *(f"{_HOME}{name}" for name in _OF_METADATA),
         *(f"{_OLD}{name}" for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
         *(f"torch.distributed.checkpoint.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        *(f"torch.distributed.checkpoint.planner.{name}" for name in _OF_PLANS),
         *(
             f"{module}.{name}"
             for module in ("pathlib", "pathlib._local")  # the second in Python 3.13
@@ -51,9 +55,9 @@ _CLASSES = frozenset(
         *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict", "builtins.set"),
     }
 )
-_OPTIMIZER = {"state", "param_groups"}  # the keys of `torch.optim.Optimizer.state_dict()`
 _OF_MCORE = "optimizer."  # the prefix that Megatron's format gives to tensors of the optimizer
 _OBJECT = "object"  # the kind of an entry that is no tensor
+_SMALL = 16 << 20  # bytes of an object in an optimizer's state that is read
 _DEPTH = 6  # levels at which the state of an optimizer is looked for
 
 
@@ -81,6 +85,8 @@ class _Folder:
     problems: list[Problem] = field(default_factory=list)
     used: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
     absent: Counter[str] = field(default_factory=Counter)
+    objects: dict[str, _Piece] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)  # of the objects, those that are plain data of an optimizer
 
 
 def is_distributed(folder: Path) -> bool:
@@ -116,8 +122,8 @@ def open_distributed(path: Path, key: str = "") -> Opened:
             stored[name] = found
         else:
             others.append(found)
-    problems = [*folder.problems, *_of_files(folder, [name for name in places if name not in named])]
-    return _sorted_out(metadata, stored, others, tuple(problems), key)
+    folder.problems += _of_files(folder, [name for name in places if name not in named])
+    return _sorted_out(metadata, stored, others, folder, key)
 
 
 def _metadata(path: Path) -> Record:
@@ -143,6 +149,8 @@ def _tensor(
 ) -> StoredTensor | TensorEntry:
     """One tensor: its pieces cover it exactly, and each lies in a file, or the entry says what is wrong."""
     if value.name.endswith(".BytesStorageMetadata"):
+        if held := [info for infos in places.values() for info in infos]:
+            folder.objects[name] = _piece((), (), held[0])
         return TensorEntry(name, _OBJECT, None, None, "an object, which is not unpickled")
     shape, chunks = _naturals(value["size"]), value["chunks"]
     properties = value["properties"].state
@@ -277,22 +285,27 @@ def _sorted_out(
     metadata: Record,
     stored: dict[str, StoredTensor],
     others: list[TensorEntry],
-    problems: tuple[Problem, ...],
+    folder: _Folder,
     key: str,
 ) -> Opened:
     """The model's tensors by their names in its state dict, and those of optimizers and other objects beside."""
-    dims = {name: len(tensor.shape) for name, tensor in stored.items()}
-    lost = [entry for entry in others if entry.kind != _OBJECT]
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    of_mcore = _is_mcore(metadata, shapes)
+    dims = {name: len(shape) for name, shape in shapes.items()}
+    lost, problems = [entry for entry in others if entry.kind != _OBJECT], tuple(folder.problems)
     dims |= {entry.name: 2 if entry.shape is None else len(entry.shape) for entry in lost}
     try:
-        nested, names = _nested(metadata, dims, [entry.name for entry in others if entry.kind == _OBJECT])
-        optimizers = list(_optimizers(nested, "", _DEPTH))
+        kept = [entry.name for entry in others if entry.kind == _OBJECT]
+        nested, names = _nested(metadata, dims, kept, mcore=of_mcore)
+        leaves = partial(_leaf, names, stored, folder)
+        found_states = list(_optimizers(nested, "", _DEPTH, leaves))
     except Exception as error:  # keys of a hostile file
         raise damaged(Path(METADATA), error) from error
-    mcore = [name for name in dims if metadata.name == _MCORE and name.startswith(_OF_MCORE)]
+    optimizers = [raw.place for raw in found_states]
+    mcore = [name for name in dims if name.startswith(_OF_MCORE)] if of_mcore else []
     notes = [f"{len(mcore)} tensors of the optimizer are not weights"] if mcore else []
     notes += [f"the state of an optimizer, not weights: {listing(optimizers, limit=4)}"] if optimizers else []
-    objects = len(others) - len(lost)
+    objects = len(others) - len(lost) - len(folder.read)
     notes += [f"objects that are not read: {objects}"] if objects else []
     try:
         found = state_in(nested, what="the checkpoint", key=key)
@@ -307,11 +320,31 @@ def _sorted_out(
         notes.insert(0, f"read from {plain(found.key)!r} of the checkpoint")
     if found.beside:
         notes.append(f"not read: {listing([plain(name) for name in found.beside], limit=4)}, of the same checkpoint")
-    return Opened(model, tuple(lost), tuple(notes), beside, problems)
+    found_states += _of_mcore(stored, mcore, model)
+    optimizer = fitted(found_states, model, in_order=True)
+    return Opened(model, tuple(lost), tuple(notes), beside, problems, optimizer=optimizer)
+
+
+def _is_mcore(metadata: Record, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether Megatron wrote a folder: its own metadata, or flat names of moments that end in the name of a weight."""
+    if metadata.name == _MCORE:
+        return True
+    ends = (name.removeprefix(f"{_OF_MCORE}state.").partition(".")[2] for name in shapes if name.startswith(_OF_MCORE))
+    return not metadata.state.get("planner_data") and any(end in shapes for end in ends)
+
+
+def _of_mcore(stored: dict[str, StoredTensor], names: list[str], model: dict[str, StoredTensor]) -> list[Raw]:
+    """The states that Megatron names `optimizer.state.KEY.WEIGHT`; its options are in another file."""
+    state: dict[str, dict[str, Any]] = {}
+    for name in names:
+        word, _, weight = name.removeprefix(f"{_OF_MCORE}state.").partition(".")
+        if name.startswith(f"{_OF_MCORE}state.") and weight in model and name in stored:
+            state.setdefault(weight, {})[word] = stored[name]
+    return [Raw("optimizer", state, [])] if state else []
 
 
 def _nested(
-    metadata: Record, dims: Mapping[str, int], objects: list[str]
+    metadata: Record, dims: Mapping[str, int], objects: list[str], *, mcore: bool
 ) -> tuple[dict[Any, Any], dict[int, dict[Any, str]]]:
     """The saved mapping with a tensor without values for each tensor, and the names of the tensors by mapping."""
     paths = metadata.state.get("planner_data")
@@ -320,7 +353,7 @@ def _nested(
     names: dict[int, dict[Any, str]] = {id(nested): {}}
     leaves = [torch.empty((1,) * n, device="meta") for n in range(3)]
     for name in [*dims, *objects]:
-        if metadata.name == _MCORE and name.startswith(_OF_MCORE):
+        if mcore and name.startswith(_OF_MCORE):
             continue
         path, inner = paths.get(name), nested
         path = path if isinstance(path, (tuple, list)) and path else (name,)
@@ -329,17 +362,62 @@ def _nested(
         if path[-1] in inner:
             raise ValueError(f"two keys of the checkpoint are {plain(name, longest=80)}")
         inner[path[-1]] = leaves[min(dims[name], 2)] if name in dims else None
-        if name in dims:
-            names.setdefault(id(inner), {})[path[-1]] = name
+        names.setdefault(id(inner), {})[path[-1]] = name
     return nested, names
 
 
-def _optimizers(held: dict[Any, Any], at: str, depth: int) -> Iterator[str]:
-    """Remove the states of optimizers from nested mappings; their places."""
-    if {str(word).partition(".")[0] for word in held} == _OPTIMIZER:
-        held.clear()
-        yield at or "the checkpoint itself"
+def _optimizers(held: dict[Any, Any], at: str, depth: int, leaf: Callable[[int, Any], Any]) -> Iterator[Raw]:
+    """Remove the states of optimizers from nested mappings; each with its tensors, and with its options if read.
+
+    Args:
+        leaf: makes of (`id` of a mapping, key there) a tensor or an object.
+    """
+    if {str(word).partition(".")[0] for word in held} == FORM:
+        place = at or "the checkpoint itself"
+        try:
+            found = optimizers_in(_whole(held, leaf), in_memory)
+        finally:
+            held.clear()
+        yield replace(found[0], place=place) if found else Raw(place, {}, [])
         return
     for word, value in held.items():
         if isinstance(value, dict) and depth:
-            yield from _optimizers(value, f"{at}.{plain(str(word))}".removeprefix("."), depth - 1)
+            yield from _optimizers(value, f"{at}.{plain(str(word))}".removeprefix("."), depth - 1, leaf)
+
+
+def _whole(held: dict[Any, Any], leaf: Callable[[int, Any], Any]) -> dict[Any, Any]:
+    """The state dict of an optimizer; its flat form has keys as `state.WEIGHT.KEY` and `param_groups.WEIGHT.lr`."""
+    made: dict[Any, Any] = {}
+    for word, value in held.items():
+        one = _whole(value, leaf) if isinstance(value, dict) else leaf(id(held), word)
+        part, _, rest = str(word).partition(".")
+        weight, _, last = rest.rpartition(".")
+        if part in FORM and weight:
+            made.setdefault(part, {}).setdefault(weight, {})[last] = one
+        else:
+            made[word] = one
+    if made.keys() == FORM and isinstance(made["param_groups"], dict):
+        groups = made["param_groups"]
+        made["param_groups"] = [
+            {"params": [weight], **group} if "params" not in group else group
+            for weight, group in groups.items()
+            if isinstance(group, dict)
+        ]
+    return made
+
+
+def _leaf(
+    names: Mapping[int, Mapping[Any, str]], stored: Mapping[str, StoredTensor], folder: _Folder, held: int, word: Any
+) -> Any:
+    """A tensor, or an object of plain data that is small; None for anything else."""
+    name = names.get(held, {}).get(word, "")
+    if name in stored or name not in folder.objects:
+        return stored.get(name)
+    piece = folder.objects[name]
+    if piece.length > _SMALL or piece.file not in folder.sizes:
+        return None
+    with suppress(Exception):  # of a hostile pickle; options that are not read are not known
+        content = Archive(folder.path / piece.file, piece.begin, piece.length).content
+        folder.read.add(name)
+        return content
+    return None

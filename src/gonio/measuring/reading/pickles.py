@@ -34,6 +34,9 @@ _OPCODES = (  # noqa: SIM905
 LARGEST_PICKLE = 1 << 30  # bytes; the metadata of a million pieces of tensors has 200 MB
 _CONTAINERS = {"collections.OrderedDict": dict, "builtins.set": set, "builtins.frozenset": frozenset}
 _TENSOR = "torch._utils._rebuild_tensor_v2"
+_SUBCLASS = (
+    "torch._tensor._rebuild_from_type_v2"  # of a tensor with attributes: (function, class, arguments, attributes)
+)
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 STORAGES = {
     "torch.DoubleStorage": "float64",
@@ -48,7 +51,9 @@ STORAGES = {
     "torch.BFloat16Storage": "bfloat16",
     "torch.storage.UntypedStorage": "uint8",
 }
-OF_TORCH = frozenset({*STORAGES, *_CONTAINERS, *_PARAMETERS, _TENSOR, "torch.Size", "torch.device"})
+OF_TORCH = frozenset(
+    {*STORAGES, *_CONTAINERS, *_PARAMETERS, _TENSOR, _SUBCLASS, "torch.Size", "torch.Tensor", "torch.device"}
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ class _Unpickler(pickle._Unpickler):
             self.stack[-1] = args[0]
         elif made.name == _TENSOR:
             self.stack[-1] = StoredPart.of(args)
+        elif made.name == _SUBCLASS and [getattr(one, "name", "") for one in args[:2]] == [_TENSOR, "torch.Tensor"]:
+            self.stack[-1] = StoredPart.of(args[2])
         else:
             self.stack[-1] = Record(made.name, args)
 

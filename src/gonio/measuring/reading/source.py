@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, UnreadableFileError, closest, listing
+from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
@@ -40,10 +40,11 @@ from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, Stor
 from gonio.measuring.reading.gaps import missing_in_blocks
 from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
-from gonio.measuring.reading.torch_files import SUFFIXES
+from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero, open_zero
 from gonio.messages import joined, say
 
@@ -85,6 +86,7 @@ class Contents:
     notes: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     problems: tuple[Problem, ...] = ()
+    optimizer: OptimizerContents = field(default_factory=OptimizerContents)
 
 
 def name_of(source: Source) -> str:
@@ -132,7 +134,9 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     gaps = (
         [] if adapters else missing_in_blocks([*opened.stored, *(each.name for each in opened.others)], opened.problems)
     )
-    return Contents(made, opened.notes, tuple(adapters), (*opened.problems, *faults, *gaps))
+    problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps)
+    notes = (*opened.notes, *opened.optimizer.notes)
+    return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
 
 
 def padding_row(name: str, shapes: Shapes, row: int) -> int | None:
@@ -231,7 +235,9 @@ def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
 def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
     """The tensors, and the configurations in the file's folder."""
     if isinstance(source, Mapping):
-        return open_state(state_in(source, what="the mapping")), _Beside()
+        opened = open_state(state_in(source, what="the mapping"))
+        raw = optimizers_in(source, in_memory)
+        return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened, _Beside()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
@@ -244,7 +250,33 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
             opened,
             notes=(*opened.notes, say("not read: {names}", names=listing([plain(f.name) for f in others], limit=4))),
         )
+    opened = _with_optimizer(opened, path, files) if path.is_dir() and files[0] != path else opened
     return opened, _beside(path if path.is_dir() else path.parent)
+
+
+def _with_optimizer(opened: Opened, folder: Path, model: Collection[Path]) -> Opened:
+    """What was opened, with the states of optimizers in the torch files beside the model."""
+    found, broken = optimizer_files(folder, model)
+    in_order = all(file.suffix in SUFFIXES for file in model)
+    for file, raw in found.items():
+        placed = [replace(one, place=f"{file.name}: {one.place}") for one in raw]
+        opened = replace(opened, optimizer=opened.optimizer + fitted(placed, opened.stored, in_order=in_order))
+    return replace(opened, optimizer=opened.optimizer + OptimizerContents(damaged=tuple(file.name for file in broken)))
+
+
+def of_damaged(contents: OptimizerContents) -> list[Problem]:
+    """The problems of files beside the model."""
+    return [Problem("G701", name, say("cut off or empty")) for name in contents.damaged]
+
+
+def optimizer_of(source: Source) -> OptimizerContents:
+    """The states of optimizers in a checkpoint; none where it cannot be told which tensors are the model's."""
+    if isinstance(source, nn.Module):
+        return OptimizerContents()
+    try:
+        return _opened(source)[0].optimizer
+    except GonioError:  # damage is a finding of `check`
+        return OptimizerContents()
 
 
 def _beside(folder: Path) -> _Beside:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.optimizers import OptimizerContents
 from gonio.messages import say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
@@ -54,6 +55,7 @@ class Opened:
         beside: tensors that are not the model's, as the state of an optimizer.
         problems: what is wrong with the files, as far as it is seen without reading values.
         refusal: why it cannot be told which tensors are the model's; then all are `beside`.
+        optimizer: the states of optimizers, parameter by parameter.
     """
 
     stored: dict[str, StoredTensor]
@@ -62,6 +64,7 @@ class Opened:
     beside: dict[str, StoredTensor] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     refusal: InvalidArgumentError | None = None
+    optimizer: OptimizerContents = field(default_factory=OptimizerContents)
 
 
 @dataclass(frozen=True)
@@ -156,10 +159,16 @@ def _holders(content: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _holds_tensors(value: Any, depth: int = _NESTED) -> bool:
-    if isinstance(value, Tensor) or not depth:
-        return isinstance(value, Tensor)
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(_holds_tensors(one, depth - 1) for one in inner)
+    """Whether there is a tensor in containers; one that contains itself is looked through once."""
+    waiting, seen = [(value, depth)], set[int]()
+    while waiting:
+        one, left = waiting.pop()
+        if isinstance(one, Tensor):
+            return True
+        if left and id(one) not in seen and isinstance(one, (Mapping, list, tuple)):
+            seen.add(id(one))
+            waiting += [(inner, left - 1) for inner in (one.values() if isinstance(one, Mapping) else one)]
+    return False
 
 
 def shorten_list(names: Collection[Any], form: Callable[[Any], str] = str) -> str:

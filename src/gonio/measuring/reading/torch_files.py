@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import zipfile
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +15,54 @@ from torch import Tensor
 
 from gonio.errors import UnreadableFileError
 from gonio.escaping import shorten
-from gonio.measuring.reading.entry import stored_entries
+from gonio.measuring.reading.entry import StoredTensor, stored_entries
+from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Found, Opened, open_state, state_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # scripts of torch's own examples write model.pth.tar
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) was not an allowed global")  # in errors of torch's reader
+MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
 
 
-def open_torch(path: Path, key: str = "") -> Opened:
-    """The tensors of a torch checkpoint, read when they are measured.
+class _Mapped:
+    """A torch file whose tensors are read when they are measured.
 
-    Torch maps an archive into memory, and pages once read count as this process's memory while the map lasts:
-    after every :data:`REMAP` bytes the file is loaded again. Files of the old format are loaded whole.
+    Torch maps an archive into memory, and pages once read count as this process's memory while the map lasts: after
+    every :data:`REMAP` bytes the file is loaded again. Files of the old format are loaded whole.
     """
-    zipped = _is_archive(path)
 
-    def load() -> Found:
-        return state_in(_unpickled(path, mapped=zipped), what=repr(path.name), key=key)
+    def __init__(self, path: Path) -> None:
+        self._path, self._zipped, self._touched = path, _is_archive(path), 0
+        self.content = _unpickled(path, mapped=self._zipped)
 
-    found, touched = load(), 0
-
-    def read(name: Any) -> Tensor:
-        nonlocal found, touched
-        if zipped and touched > REMAP:
-            del found  # releases the old map before the new one is made
-            found, touched = load(), 0
-        tensor: Tensor = found.state[name]
+    def read(self, at: tuple[Any, ...]) -> Tensor:
+        """The tensor at a place, the keys from the content on."""
+        if self._zipped and self._touched > REMAP:
+            self.content = None  # releases the old map before the new one is made
+            self.content, self._touched = _unpickled(self._path, mapped=True), 0
+        tensor = self.content
+        for key in at:
+            tensor = tensor[key]
         _check_stored(tensor)
-        touched += tensor.nbytes if tensor.layout == torch.strided else 0
-        return tensor
+        self._touched += tensor.nbytes if tensor.layout == torch.strided else 0
+        held: Tensor = tensor
+        return held
 
-    return open_state(found, read)
+    def stored(self, at: tuple[Any, ...], value: Any) -> StoredTensor | None:
+        """The tensor at a place; None for a value that is no tensor."""
+        return StoredTensor.of(value, partial(self.read, at)) if isinstance(value, Tensor) else None
+
+
+def open_torch(path: Path, key: str = "") -> Opened:
+    """The tensors of a torch checkpoint, read when they are measured, and the states of optimizers in it."""
+    mapped = _Mapped(path)
+    found = state_in(mapped.content, what=repr(path.name), key=key)
+    at = tuple(found.key.split(".")) if found.key else ()
+    opened = open_state(found, lambda name: mapped.read((*at, name)))
+    raw = optimizers_in(mapped.content, mapped.stored)
+    return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened
 
 
 def load_torch(path: Path) -> Any:
@@ -96,6 +114,28 @@ def mapped_content(path: Path) -> Any:
         UnreadableFileError: as :func:`load_torch`.
     """
     return _unpickled(path, mapped=_is_archive(path))
+
+
+def optimizer_files(folder: Path, model: Collection[Path]) -> tuple[dict[Path, list[Raw]], list[Path]]:
+    """The torch files beside a model that hold states of optimizers, and those that are cut off or empty.
+
+    Files of other content, and with objects that are not read, are no part of a checkpoint's weights or state.
+    """
+    found: dict[Path, list[Raw]] = {}
+    broken = []
+    others = [one for one in sorted(folder.iterdir()) if one.suffix in SUFFIXES and one.is_file() and one not in model]
+    for path in others[:MOST_FILES]:
+        try:
+            mapped = _Mapped(path)
+            raw = optimizers_in(mapped.content, mapped.stored)
+        except UnreadableFileError:
+            with path.open("rb") as file:
+                start = file.read(2)
+            broken += [path] if not start or (start == b"PK" and not zipfile.is_zipfile(path)) else []
+            continue
+        if raw:
+            found[path] = raw
+    return found, broken
 
 
 def _unpickled(path: Path, *, mapped: bool) -> Any:

@@ -12,7 +12,7 @@ training trillion parameter models", 2020, arXiv 1910.02054, section 5.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gonio.errors import UnreadableFileError, listing
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.optimizers import Raw, fitted
 from gonio.measuring.reading.pickles import OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Opened, Problem
@@ -68,6 +69,17 @@ class _Vector:
             first -= size
 
 
+_Pieces = list[tuple[Archive, StoredPart]]
+_Shapes = list[dict[str, tuple[int, ...]]]  # of each group the weights in their order
+
+
+def _joined(shape: tuple[int, ...], pieces: _Pieces) -> StoredTensor:
+    """The tensor in these pieces."""
+    dtype = pieces[0][1].dtype if pieces else "float32"
+    file = pieces[0][0].path.name if pieces else ""
+    return StoredTensor(shape, dtype, partial(_read, shape, dtype, pieces), file=file)
+
+
 @dataclass
 class _Zero:
     """What is found in a folder."""
@@ -78,7 +90,7 @@ class _Zero:
     beside: dict[str, StoredTensor] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, name: str, shape: tuple[int, ...], pieces: list[tuple[Archive, StoredPart]]) -> None:
+    def add(self, name: str, shape: tuple[int, ...], pieces: _Pieces) -> None:
         """A weight in these pieces; what is wrong with them is a finding."""
         held = sum(prod(part.shape) for _, part in pieces)
         if held != prod(shape):
@@ -86,9 +98,7 @@ class _Zero:
             self.problems.append(Problem("G704", name, said))
             self.others.append(TensorEntry(name, "", None, None, said, shape=shape))
         else:
-            dtype = pieces[0][1].dtype if pieces else "float32"
-            file = pieces[0][0].path.name if pieces else ""
-            self.stored[name] = StoredTensor(shape, dtype, partial(_read, shape, dtype, pieces), file=file)
+            self.stored[name] = _joined(shape, pieces)
 
     def add_beside(self, archive: Archive, content: Any, at: str) -> None:
         """All tensors of a part of a file, by their places."""
@@ -140,8 +150,8 @@ def _archives(zero: _Zero, files: Mapping[int, Path]) -> dict[int, Archive]:
 
 def _assembled(zero: _Zero, ranks: dict[int, Archive], states: dict[int, Archive]) -> Opened:
     optimizers = {rank: archive.content["optimizer_state_dict"] for rank, archive in ranks.items()}
-    facts = next(iter(optimizers.values()))
-    stage, counts = _natural(facts["zero_stage"]), facts["partition_count"]
+    first = next(iter(optimizers.values()))
+    stage, counts = _natural(first["zero_stage"]), first["partition_count"]
     world = max(_natural(n) for n in counts) if isinstance(counts, (list, tuple)) else _natural(counts)
     if stage not in _GROUPS or not 0 < world <= 1 << 20:
         raise ValueError(f"its stage is {stage}, with {world} partitions")
@@ -150,7 +160,7 @@ def _assembled(zero: _Zero, ranks: dict[int, Archive], states: dict[int, Archive
         what = listing([str(rank) for rank in missing], limit=4)
         zero.problems.append(Problem("G702", "", f"{len(ranks)} of {world} partitions are there, without rank {what}"))
     groups = {rank: _flat(zero, ranks[rank], held, _GROUPS[stage]) for rank, held in optimizers.items()}
-    model = states[0].content
+    model, raw = states[0].content, list[Raw]()
     shapes = [{str(n): _shape(s) for n, s in dict(group).items()} for group in model["param_shapes"]]
     if missing or any(held is None for held in groups.values()):
         for name, shape in ((n, s) for group in shapes for n, s in group.items()):
@@ -158,8 +168,11 @@ def _assembled(zero: _Zero, ranks: dict[int, Archive], states: dict[int, Archive
             zero.others.append(TensorEntry(name, "", None, None, said, shape=shape))
     else:
         whole = [[part for part in groups[rank] or () if part] for rank in range(world)]
-        divide = _by_weight if stage == 3 else _by_group
-        divide(zero, whole, [ranks[rank] for rank in range(world)], shapes)
+        archives, facts = [ranks[rank] for rank in range(world)], [optimizers[rank] for rank in range(world)]
+        divide = _by_weight if stage == 3 else partial(_by_group, paddings=_paddings(facts, shapes))
+        for name, shape, pieces in divide(zero.problems, whole, archives, shapes):
+            zero.add(name, shape, pieces)
+        raw = _states(facts, whole, archives, shapes, divide)
     _of_states(zero, states, world if stage == 3 else 1)
     for rank, archive in ranks.items():
         rest = {key: value for key, value in optimizers[rank].items() if key != _GROUPS[stage]}
@@ -167,7 +180,58 @@ def _assembled(zero: _Zero, ranks: dict[int, Archive], states: dict[int, Archive
     notes = [f"ZeRO stage {stage}, {world} partition{'s' if world > 1 else ''} of the float32 weights"]
     if zero.beside:
         notes.append(f"not the weights: {len(zero.beside)} tensors of the optimizer and of copies in 16 bits")
-    return Opened(zero.stored, tuple(zero.others), tuple(notes), zero.beside, tuple(zero.problems))
+    optimizer = fitted(raw, zero.stored, in_order=True)
+    problems = tuple(zero.problems)
+    return Opened(zero.stored, tuple(zero.others), tuple(notes), zero.beside, problems, optimizer=optimizer)
+
+
+def _paddings(facts: list[dict[str, Any]], shapes: _Shapes) -> tuple[list[list[int]], list[list[int]]]:
+    """By rank and group the entries at the end that are left out of the file, by group those after each weight."""
+
+    def naturals(value: Any, count: int) -> list[int]:
+        right = isinstance(value, (list, tuple)) and len(value) == count
+        return [_natural(n) for n in value] if right else [0] * count
+
+    after = facts[0].get("param_alignment_paddings")
+    after = after if isinstance(after, (list, tuple)) and len(after) == len(shapes) else [()] * len(shapes)
+    ends = [naturals(held.get("group_paddings"), len(shapes)) for held in facts]
+    return ends, [naturals(one, len(group)) for one, group in zip(after, shapes, strict=True)]
+
+
+def _states(
+    facts: list[dict[str, Any]], whole: list[list[StoredPart]], ranks: list[Archive], shapes: _Shapes, divide: _Divide
+) -> list[Raw]:
+    """The moments of each weight: flat tensors of the same sizes as the partitions, divided as these are."""
+    held = [one.get("base_optimizer_state", one.get("optimizer_state_dict")) for one in facts]
+    by_group = [_numbered(one.get("state") if isinstance(one, dict) else one) for one in held]
+    made: dict[str, dict[str, Any]] = {}
+    ends, _ = _paddings(facts, shapes)
+    for word in sorted({str(word) for one in by_group for state in one.values() for word in state}):
+        flat: list[list[StoredPart]] = []
+        for one, archive, parts, pads in zip(by_group, ranks, whole, ends, strict=True):
+            states = [state for _, state in sorted(one.items())]
+            cut = [_cut(s.get(word), p, pad, archive) for s, p, pad in zip(states, parts, pads, strict=False)]
+            flat.append([part for part in cut if part is not None])
+        if all(len(ours) == len(parts) for ours, parts in zip(flat, whole, strict=True)):
+            for name, shape, pieces in divide([], flat, ranks, shapes):
+                if sum(prod(part.shape) for _, part in pieces) == prod(shape):
+                    made.setdefault(name, {})[word] = _joined(shape, pieces)
+    options = held[0].get("param_groups", ()) if isinstance(held[0], dict) else ()
+    groups = [{**g, "params": list(s)} for g, s in zip(options, shapes, strict=False) if isinstance(g, dict)]
+    for number, group in enumerate(shapes):
+        step = by_group[0].get(number, {}).get("step")
+        step = _joined((), [(ranks[0], step)]) if isinstance(step, StoredPart) and not step.shape else step
+        for name in group.keys() & made.keys():
+            made[name]["step"] = step
+    return [Raw("optimizer", made, groups)] if made else []
+
+
+def _numbered(states: Any) -> dict[int, dict[Any, Any]]:
+    """The states of the groups of one rank, by number; newer and older versions store a mapping or a list."""
+    pairs = (
+        states.items() if isinstance(states, dict) else enumerate(states if isinstance(states, (list, tuple)) else ())
+    )
+    return {key: state for key, state in pairs if type(key) is int and isinstance(state, dict)}
 
 
 def _natural(value: Any) -> int:
@@ -196,42 +260,63 @@ def _flat(zero: _Zero, archive: Archive, held: Mapping[str, Any], key: str) -> l
     return None
 
 
+def _cut(found: Any, like: StoredPart, padding: int, archive: Archive) -> StoredPart | None:
+    """A flat tensor of the state as long as its partition, without the padding; None for another one."""
+    if not isinstance(found, StoredPart) or len(found.shape) != 1 or not found.contiguous or not archive.holds(found):
+        return None
+    return replace(found, shape=like.shape) if 0 <= found.shape[0] - like.shape[0] <= padding else None
+
+
+_Divided = Iterator[tuple[str, tuple[int, ...], _Pieces]]
+_Divide = Callable[[list[Problem], list[list[StoredPart]], list[Archive], _Shapes], _Divided]
+
+
 def _by_group(
-    zero: _Zero, whole: list[list[StoredPart]], ranks: list[Archive], shapes: list[dict[str, tuple[int, ...]]]
-) -> None:
-    """Stages 1 and 2: a group's partitions of all ranks in a row are its weights in a row."""
+    problems: list[Problem],
+    whole: list[list[StoredPart]],
+    ranks: list[Archive],
+    shapes: _Shapes,
+    *,
+    paddings: tuple[list[list[int]], list[list[int]]],
+) -> _Divided:
+    """Stages 1 and 2: a group's partitions of all ranks in a row are its weights in a row.
+
+    Partitions are of one size with the padding, which is not stored; newer versions may pad each weight too.
+    """
+    ends, after = paddings
     if {len(parts) for parts in whole} != {len(shapes)}:
-        zero.problems.append(Problem("G704", "", f"the partitions are not of {len(shapes)} groups on each rank"))
+        problems.append(Problem("G704", "", f"the partitions are not of {len(shapes)} groups on each rank"))
     for number, group in enumerate(shapes):
         held = [(archive, parts[number]) for archive, parts in zip(ranks, whole, strict=True) if number < len(parts)]
-        if len({part.shape for _, part in held}) > 1:
-            zero.problems.append(Problem("G704", "", f"the partitions of group {number} differ in size"))
+        sizes = {prod(part.shape) + end[number] for (_, part), end in zip(held, ends, strict=False)}
+        if len(sizes) > 1:
+            problems.append(Problem("G704", "", f"the partitions of group {number} differ in size"))
         vector, first = _Vector(tuple(held)), 0
-        for name, shape in group.items():
-            zero.add(name, shape, list(vector.pieces(first, prod(shape))))
-            first += prod(shape)
+        for (name, shape), pad in zip(group.items(), after[number], strict=True):
+            yield name, shape, list(vector.pieces(first, prod(shape)))
+            first += prod(shape) + pad
         if vector.size - first >= 4 * len(ranks):  # both sides are padded to a multiple of twice the ranks
             said = f"{vector.size - first} entries of group {number} belong to no weight"
-            zero.problems.append(Problem("G705", "", said))
+            problems.append(Problem("G705", "", said))
 
 
 def _by_weight(
-    zero: _Zero, whole: list[list[StoredPart]], ranks: list[Archive], shapes: list[dict[str, tuple[int, ...]]]
-) -> None:
+    problems: list[Problem], whole: list[list[StoredPart]], ranks: list[Archive], shapes: _Shapes
+) -> _Divided:
     """Stage 3: each rank has a piece of each weight, padded so that all are of one size."""
     vectors = [_Vector(tuple((rank, part) for part in parts)) for rank, parts in zip(ranks, whole, strict=True)]
     first = 0
     for name, shape in ((n, s) for group in shapes for n, s in group.items()):
         size = -(-prod(shape) // len(ranks))
-        pieces: list[tuple[Archive, StoredPart]] = []
+        pieces: _Pieces = []
         for rank, vector in enumerate(vectors):
             pieces += vector.pieces(first, max(min(size, prod(shape) - rank * size), 0))
-        zero.add(name, shape, pieces)
+        yield name, shape, pieces
         first += size
     for rank, vector in enumerate(vectors):
         if vector.size != first:
             said = f"its partition has {vector.size} entries, of which the weights take {first}"
-            zero.problems.append(Problem("G704" if vector.size < first else "G705", ranks[rank].path.name, said))
+            problems.append(Problem("G704" if vector.size < first else "G705", ranks[rank].path.name, said))
 
 
 def _of_states(zero: _Zero, states: dict[int, Archive], world: int) -> None:
@@ -245,7 +330,7 @@ def _of_states(zero: _Zero, states: dict[int, Archive], world: int) -> None:
     zero.add_beside(archive, module, "module")
     frozen = {str(name): _shape(shape) for name, shape in dict(model.get("frozen_param_shapes") or {}).items()}
     for name, shape in frozen.items():
-        pieces: list[tuple[Archive, StoredPart]] = []
+        pieces: _Pieces = []
         left = prod(shape)
         for rank in range(world):
             part = states[rank].content["frozen_param_fragments"][name] if rank in states else None
@@ -270,7 +355,7 @@ def _parts(content: Any, at: str, depth: int) -> Iterator[tuple[str, StoredPart]
             yield from _parts(value, f"{at}.{key}", depth - 1)
 
 
-def _read(shape: tuple[int, ...], dtype: str, pieces: list[tuple[Archive, StoredPart]]) -> Tensor:
+def _read(shape: tuple[int, ...], dtype: str, pieces: _Pieces) -> Tensor:
     whole = torch.empty(prod(shape), dtype=getattr(torch, dtype))
     done = 0
     for archive, part in pieces:

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from gonio.editing.steps import of_kind
 from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 from gonio.geometry.norms import whole
+from gonio.measuring.figures.moments import denominator
 from gonio.messages import say
 from gonio.optim.muon import Muon, adjusted
 from gonio.penalty.matrices import Blocks
@@ -168,9 +169,9 @@ def _adam(group: Mapping[str, Any], state: _State, parameter: Tensor) -> _Balanc
     moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if moment is None:
         return "Adam with L2 has taken no step yet"
-    corrected = moment.double() / (1 - float(group["betas"][1]) ** float(state["step"]))
     w2 = parameter.detach().double().square()
-    share = (w2 / (corrected.sqrt() + group["eps"])).sum() / w2.sum()
+    root = denominator(moment.double(), float(group["betas"][1]), float(state["step"]), float(group["eps"]))
+    share = (w2 / root).sum() / w2.sum()
     return _ηλ(group) * float(whole(share)), _memory(group)
 
 

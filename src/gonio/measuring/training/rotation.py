@@ -10,6 +10,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
 from gonio.geometry.norms import whole
+from gonio.measuring.training.shards import ShardSums, local, waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,16 @@ class StepRotation:
     rotation: Tensor
     relative_update: Tensor
     radial_share: Tensor
+
+    @classmethod
+    def of(cls, sums: Tensor) -> StepRotation:
+        """The figures of the sums of :func:`step_sums`."""
+        squares, moved, product = sums
+        norm = squares.sqrt()
+        radial = product / norm
+        tangential = (moved - radial.square()).clamp(min=0).sqrt()
+        rotation = torch.atan2(tangential, norm + radial)
+        return cls(norm, rotation, moved.sqrt() / norm, radial.square() / moved)
 
 
 def step_rotation(before: Tensor, after: Tensor, *, by_row: bool = False) -> StepRotation:
@@ -60,27 +71,24 @@ def step_rotation(before: Tensor, after: Tensor, *, by_row: bool = False) -> Ste
             f"shapes {tuple(before.shape)} and {tuple(after.shape)}",
             "Pass two tensors of one shape.",
         )
+    if is_sharded(before) and (by_row or waits(before)):
+        w = before.detach().double()
+        pairs = ((w, w), (change := after.detach() - w, change), (change, w))
+        return StepRotation.of(torch.stack([_squares(a, b, by_row) for a, b in pairs]))
+    total = ShardSums()
+    sums = total.add(before, found := step_sums(local(before), local(after), by_row=by_row))
+    total.reduce()
+    return StepRotation.of(sums().view(found.shape))
+
+
+def step_sums(before: Tensor, after: Tensor, *, by_row: bool = False) -> Tensor:
+    """Σ w², Σ Δ² and Σ Δ·w over everything, or over the last dimension, in float64; sums of all shards are added."""
     w = before.detach().double()
     change = after.detach() - w  # in float64
-    norm, moved = _squares(w, w, by_row).sqrt(), _squares(change, change, by_row)
-    radial = _squares(change, w, by_row) / norm
-    tangential = (moved - radial.square()).clamp(min=0).sqrt()
-    rotation = torch.atan2(tangential, norm + radial)
-    return StepRotation(norm, rotation, moved.sqrt() / norm, radial.square() / moved)
-
-
-def angle_between(a: Tensor, b: Tensor) -> float:
-    """Angle between two weights in radians, 2·atan2(‖â − b̂‖, ‖â + b̂‖), which is accurate near 0 and π.
-
-    Example:
-        >>> from gonio.measuring.training.rotation import angle_between
-        >>> round(angle_between(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 1.0])), 6)
-        0.785398
-    """
-    a, b = a.detach().double(), b.detach().double()
-    a, b = a / _squares(a, a, False).sqrt(), b / _squares(b, b, False).sqrt()
-    apart, together = a - b, a + b
-    return 2 * float(torch.atan2(_squares(apart, apart, False).sqrt(), _squares(together, together, False).sqrt()))
+    pairs = ((w, w), (change, change), (change, w))
+    if by_row:
+        return torch.stack([(a * b).sum(-1) for a, b in pairs])
+    return torch.stack([torch.dot(a.flatten(), b.flatten()) for a, b in pairs])
 
 
 def _squares(a: Tensor, b: Tensor, by_row: bool) -> Tensor:

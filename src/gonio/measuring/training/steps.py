@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import atan, degrees, isfinite
 from typing import Any, Literal
 
@@ -13,19 +15,22 @@ from torch.optim import Optimizer
 from gonio.editing.steps import parameter_ids, real_optimizers
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import matrix_view
-from gonio.geometry.norms import whole
+from gonio.measuring.figures.moments import Moments, StateMeasurement, StateSums, state_row, state_sums
 from gonio.measuring.reading.entry import TensorEntry
+from gonio.measuring.reading.optimizers import number, options_of
 from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
-from gonio.measuring.training.rotation import angle_between, step_rotation
+from gonio.measuring.training.rotation import StepRotation, step_sums
+from gonio.measuring.training.shards import ShardSums, Sums, divided, local, of_rows, row_sums, why_not
 from gonio.optim.holding import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
 
-Also = Collection[Literal["filter_rotation", "initial_angle", "attention"]]
-ALSO = ("filter_rotation", "initial_angle", "attention")
+Also = Collection[Literal["filter_rotation", "initial_angle", "gradient", "state", "attention"]]
+ALSO = ("filter_rotation", "initial_angle", "gradient", "state", "attention")
 TRAINING = (  # the columns of a CSV file, in this order
     *("learning_rate", "rotation", "predicted_rotation", "relative_update", "radial_share", "effective_rate"),
     *("filter_rotation_min", "filter_rotation_median", "filter_rotation_max", "initial_angle"),
+    *("gradient_norm", "gradient_rms", "update_rms"),
 )
 Figures = dict[str, float]
 
@@ -59,6 +64,21 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _State:
+    """The sums of the state of one parameter, to be added over shards."""
+
+    entry: TensorEntry
+    moments: Moments
+    step: float | None
+    entries: int
+    sums: Sums
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return state_row(self.moments, StateSums(*self.sums().tolist()), self.entries)
+
+
 class StepFigures:
     """The weights copied before a step, and their figures after it.
 
@@ -74,23 +94,33 @@ class StepFigures:
         self._model, self._also = model, frozenset(also)
         self._copies: list[tuple[TensorEntry, Tensor]] = []
         self._initial: dict[str, Tensor] = {}
+        self._gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._states: dict[str, _State] = {}
 
     @torch.no_grad()
     def copy(self, entries: Sequence[TensorEntry], optimizer: Optimizer) -> None:
-        """Copy the weights that the optimizer is about to change."""
+        """Copy the weights that the optimizer is about to change; of gradients the squares of this process's shard."""
         parameters = self._parameters()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [entry for entry in entries if any(id(p) in held for p in parameters(entry))]
         self._copies = [(entry, weight.detach().clone()) for entry in mine if (weight := entry.read()) is not None]
+        if "gradient" in self._also:
+            self._gradients = {entry.path: _squares_of_gradients(parameters(entry)) for entry in mine}
         if "initial_angle" in self._also:
             for entry, weight in self._copies:
-                self._initial.setdefault(entry.path, weight.to("cpu", copy=True))
+                if entry.path not in self._initial:
+                    self._initial[entry.path] = local(weight).to("cpu", copy=True)
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer) -> list[tuple[TensorEntry, Figures]]:
-        """The figures of the step, weight by weight, whose copies are released; none for a step that was skipped."""
-        parameters, found = self._parameters(), []
+        """The figures of the step, weight by weight, whose copies are released; none for a step that was skipped.
+
+        Sums over the shards of all weights are added in one reduction; no weight is gathered.
+        """
+        parameters, total = self._parameters(), ShardSums()
+        waiting: list[tuple[TensorEntry, dict[str, Sums], Equilibrium, float | None]] = []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._states = {}
         while self._copies:
             entry, before = self._copies.pop(0)
             after = entry.read()
@@ -98,13 +128,64 @@ class StepFigures:
                 largest = max((p for p in parameters(entry) if id(p) in groups), key=Tensor.numel)
                 given = groups[id(largest)].get("lr")
                 rate = None if given is None else float(given)  # Adafactor computes its own
-                found.append((entry, self._figures(entry, before, after, _prediction(optimizer, largest, rate), rate)))
+                sums = self._sums(entry, before, after, total)
+                sums |= self._sums_of_state(entry, largest, optimizer, groups[id(largest)], total)
+                waiting.append((entry, sums, _prediction(optimizer, largest, rate), rate))
+        total.reduce()
+        found = [(entry, self._figures(entry, sums, prediction, rate)) for entry, sums, prediction, rate in waiting]
         return found if any(figures.get("relative_update") for _, figures in found) else []
 
+    def _sums(self, entry: TensorEntry, before: Tensor, after: Tensor, total: ShardSums) -> dict[str, Sums]:
+        """The sums of one step, of its rows and of the gradient, added later."""
+        made = {"step": total.add(before, step_sums(local(before), local(after)))}
+        layout = entry.layout
+        if "filter_rotation" in self._also and layout is not None:
+            if divided(before) and not why_not(before, layout):
+                w, change = local(before), local(after).double() - local(before).double()
+                rows = torch.stack([row_sums(a, b, layout) for a, b in ((w, w), (change, change), (change, w))], dim=1)
+                made["rows"] = total.add(before, of_rows(before, rows, layout))
+            elif not divided(before):
+                rows = step_sums(*(matrix_view(local(w), layout) for w in (before, after)), by_row=True)
+                made["rows"] = partial(_with_places, rows.flatten(1).T)
+        first = self._initial.get(entry.path)
+        if first is not None and first.shape == (now := local(after)).shape:
+            made["initial"] = total.add(after, step_sums(first.to(now.device), now))
+        for like, squares in self._gradients.pop(entry.path, []):
+            made["gradient"] = total.add(like, squares)
+        return made
+
+    def _sums_of_state(
+        self,
+        entry: TensorEntry,
+        parameter: Tensor,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        total: ShardSums,
+    ) -> dict[str, Sums]:
+        """The sums of the state of one parameter, and what they are of, if they are asked for."""
+        if "state" not in self._also:
+            return {}
+        held = optimizer.state.get(parameter, {})
+        tensors = {
+            n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape == parameter.shape and n != "step"
+        }
+        options = options_of(group)
+        moments = Moments.of(tensors, options)
+        if not (moments.first or moments.second):
+            return {}
+        step = number(held.get("step", options.get("step")))
+        sums = total.add(parameter, state_sums(moments, {name: local(t) for name, t in tensors.items()}, step))
+        self._states[entry.path] = _State(entry, moments, step, parameter.numel(), sums)
+        return {"state": sums}
+
     def _figures(
-        self, entry: TensorEntry, before: Tensor, after: Tensor, prediction: Equilibrium, rate: float | None
+        self,
+        entry: TensorEntry,
+        sums: Mapping[str, Sums],
+        prediction: Equilibrium,
+        rate: float | None,
     ) -> Figures:
-        step = step_rotation(before, after)
+        step = StepRotation.of(sums["step"]())
         norm = float(step.norm)
         figures = {
             **({} if rate is None else {"learning_rate": rate}),
@@ -117,14 +198,34 @@ class StepFigures:
             figures["predicted_rotation"] = prediction.rotation
         if norm and rate is not None and self.invariant is not None and entry.path in self.invariant:
             figures["effective_rate"] = rate / norm**2
-        if "filter_rotation" in self._also and entry.layout is not None:
-            rows = (matrix_view(whole(w), entry.layout) for w in (before, after))
-            turned = step_rotation(*rows, by_row=True).rotation.nan_to_num(0)
-            for name, value in (("min", turned.min()), ("median", turned.median()), ("max", turned.max())):
-                figures[f"filter_rotation_{name}"] = float(value)
-        if entry.path in self._initial:
-            figures["initial_angle"] = degrees(angle_between(self._initial[entry.path].to(after.device), after))
+        if "rows" in sums:
+            *rows, places = sums["rows"]().view(-1, 3)
+            if not float(places.sum()):
+                turned = StepRotation.of(torch.stack(rows, dim=1)).rotation.nan_to_num(0)
+                for name, value in (("min", turned.min()), ("median", turned.median()), ("max", turned.max())):
+                    figures[f"filter_rotation_{name}"] = float(value)
+        if "initial" in sums:
+            figures["initial_angle"] = degrees(float(StepRotation.of(sums["initial"]()).rotation))
+        if "gradient" in sums:
+            figures["gradient_norm"] = float(sums["gradient"]()) ** 0.5
+        if "state" in sums:
+            found = self._states[entry.path].figures
+            figures |= {name: found[name] for name in ("gradient_rms", "update_rms") if name in found}
         return {name: value for name, value in figures.items() if isfinite(value)}
+
+    def state_rows(self) -> list[StateMeasurement]:
+        """What the rules on states judge, of the step that was measured last."""
+        return [
+            StateMeasurement(
+                name=one.entry.name,
+                place=one.entry.name,
+                path=one.entry.path,
+                shape=(one.entries,),
+                step=one.step,
+                **one.figures,
+            )
+            for one in self._states.values()
+        ]
 
     def _parameters(self) -> Callable[[TensorEntry], list[Tensor]]:
         """A function that gives the parameters from which the weight of an entry is computed."""
@@ -140,6 +241,18 @@ class StepFigures:
             return list(lists[name].parameters()) if isinstance(lists, nn.ModuleDict) and name in lists else []
 
         return parameters
+
+
+def _squares_of_gradients(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The gradient of the largest parameter, and the sum of the squares of this process's shard of it."""
+    gradients = [p.grad for p in sorted(parameters, key=Tensor.numel)[-1:] if p.grad is not None]
+    plainly = [(gradient, local(gradient)) for gradient in gradients if gradient.layout == torch.strided]
+    return [(gradient, part.detach().double().square().sum()[None]) for gradient, part in plainly]
+
+
+def _with_places(rows: Tensor) -> Tensor:
+    """Rows of a weight that is whole, as :func:`of_rows` gives those of a sharded one."""
+    return torch.cat([rows, rows.new_zeros(1, 3)]).flatten()
 
 
 def _prediction(optimizer: Optimizer, parameter: Tensor, rate: float | None) -> Equilibrium:
