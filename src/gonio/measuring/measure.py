@@ -163,9 +163,9 @@ def measure(
     options |= {"extra_figures": extra_figures or None, "deep": deep or None, "cache": cache}
     if after is not None:
         _check_two((after, *more), options)
+        if more and journal is not None:
+            raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
         if more:
-            if journal is not None:
-                raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
             return changes(source, after, *more, engine=engine, jobs=jobs, progress=progress)
         return difference(source, after, engine=engine, jobs=jobs, journal=journal, progress=progress)
     spread = Spread(engine, jobs, journal)
@@ -185,8 +185,9 @@ def measure(
             progress,
             kept,
         )
-    structure, facts = _structure(source, batch, entries, figures), None
+    structure = _structure(source, batch, entries, figures)
     signals, silent = _signals(source, batch)
+    facts = None
     if isinstance(source, nn.Module) and training is not None:
         facts = ModelFacts.of(source, structure, signals, training)
     heads = [] if batch is None else [head.logits for head in structure.heads]
