@@ -155,6 +155,12 @@ def test_what_is_seen_on_random_numbers_alone_is_not_guessed_at(normed: nn.Modul
     assert "even_out_ of 1: not applied (for G408" in said
     assert "refused: its findings are of outputs on random numbers" in said
     assert "Done: even_out_" in invoke(*asked, "data.pt").stdout
+    with torch.no_grad():
+        normed[3].weight[0] *= 1000  # G104, which is a finding of the weights
+    save_file(normed.state_dict(), "both.safetensors")
+    both = invoke("doctor", "both.safetensors", *asked[2:], "64x8").stdout
+    assert "even_out_ of 3: " in both
+    assert "even_out_ of 1" not in both
 
 
 def test_equal_lines_are_one_that_names_the_layers(normed: nn.Module) -> None:

@@ -170,6 +170,8 @@ class _Case:
 
     def treat(self, remedy: Remedy, treats: list[Finding]) -> None:
         """Try one remedy, in one scope after the other: the first that is proved is kept, of `retrain_` each."""
+        if remedy.proof != "same function":  # layers that random numbers alone show are left out
+            treats = [finding for finding in treats if self.inputs.is_evidence(finding)] or treats
         if remedy.verb == "retrain_":
             gone = [finding for finding in treats if _key(finding) not in _keys(self.found.findings)]
             paths = suspects(treats, self.found, self.model) + suspects(gone, self.before, self.model)
