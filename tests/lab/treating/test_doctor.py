@@ -18,7 +18,7 @@ from gonio.lab.tasks import Metric
 from gonio.lab.treating.change import best_scale
 from gonio.lab.treating.proof import held_out, study_of
 from gonio.measuring.findings.remedies import PROOFS
-from gonio.measuring.findings.rules import RULES, explain, rule_texts
+from gonio.measuring.findings.rules import HEAD_RULES, RULES, explain, rule_texts
 
 
 def network() -> nn.Sequential:
@@ -416,6 +416,21 @@ def test_a_random_input_is_no_data() -> None:
     assert [(step.verb, step.proved) for step in proved.kept] == [("calibrate_", True)]
     moved = gonio.doctor(scaled(), batch=gonio.seeding.RandomInput((32, 16)))  # proved by equal outputs
     assert [step.verb for step in moved.kept] == ["balance_"]
+
+
+def test_rules_on_outputs_say_so() -> None:
+    """A finding of outputs on random numbers is no evidence of those on data."""
+    assert {text.batch for text in rule_texts().values()} == {"", "seen", "compared"}
+    assert {rule_texts()[code].batch for code in HEAD_RULES} == {"seen"}
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    with torch.no_grad():
+        model[0].weight *= 1000
+        model[1].running_mean += 1
+        model[1].bias -= 1e5
+    codes = [{f.code for f in gonio.measure(model, batch=batch).findings} for batch in (torch.randn(64, 8), None)]
+    assert {code: rule_texts()[code].batch for code in codes[0] - codes[1]} == {
+        "G408": "seen", "G409": "seen", "G410": "compared"
+    }  # fmt: skip
 
 
 def test_a_gain_that_is_not_shown_is_said_not_to_be_shown() -> None:
