@@ -40,6 +40,28 @@ def test_every_listed_name_exists_and_is_the_one_of_its_package() -> None:
         gonio.measured  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("retrain_", ". Did you mean gonio.lab.retrain_?"), ("recycle", ". Did you mean gonio.recycle_?"),
+        ("anatomy", ". Did you mean gonio.surgery.anatomy?"), ("measured", ". Did you mean gonio.measure, "),
+        ("Orthogonalty", ". Did you mean gonio.regularizers.Orthogonality, "), ("qqqqqq", ""), ("__wrapped__", ""),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_elsewhere_is_found(name: str, near: str) -> None:
+    with pytest.raises(AttributeError, match="module 'gonio' has no attribute") as caught:
+        getattr(gonio, name)
+    said = str(caught.value).removeprefix(f"module 'gonio' has no attribute {name!r}")
+    assert said.startswith(near)
+    assert bool(said) == bool(near)
+
+
+def test_to_look_for_a_name_loads_nothing() -> None:
+    code = "import sys, gonio; from gonio import escaping; print(hasattr(gonio, 'retrain_'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+
+
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(inspect.getsource(gonio))
     block = next(node for node in tree.body if isinstance(node, ast.If))

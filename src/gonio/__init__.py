@@ -100,13 +100,33 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from gonio.surgery.equivalent import equivalent as equivalent
 
 
+class _NoSuchNameError(AttributeError):
+    """A name that `gonio` lacks. What shows it reads of the nearest names; `hasattr` does not load their packages."""
+
+    def __str__(self) -> str:
+        name = str(self.name)
+        near = "" if name.startswith("_") else _nearest(name)
+        return f"{self.args[0]}. Did you mean {near}?" if near else str(self.args[0])
+
+
+def _nearest(name: str) -> str:
+    """The nearest public names of all packages: the same name or verb elsewhere, otherwise the most similar ones."""
+    errors: Any = importlib.import_module("gonio.errors")
+    homes = {each: f"gonio.{each}" for each in __all__}
+    for package in _EXPORTS:
+        for each in importlib.import_module(f"gonio.{package}").__all__:
+            homes.setdefault(each, f"gonio.{package}.{each}")
+    same = [each for each in (name, f"{name}_", name.rstrip("_")) if each in homes]
+    return str(errors.listing([homes[each] for each in same[:1] or errors.closest(name, homes)]))
+
+
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         value: Any = importlib.import_module(f"gonio.{name}")
     elif name in _HOME:
         value = getattr(importlib.import_module(f"gonio.{_HOME[name]}"), name)
     else:
-        raise AttributeError(f"module 'gonio' has no attribute {name!r}")
+        raise _NoSuchNameError(f"module 'gonio' has no attribute {name!r}", name=name)
     globals()[name] = value
     return value
 

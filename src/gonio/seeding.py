@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["derive_seed", "generator"]
+__all__ = ["RandomInput", "derive_seed", "generator"]
 __dir__ = __all__.copy  # the public names alone
 
 
@@ -40,3 +42,25 @@ def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") 
         True
     """
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *names))
+
+
+@dataclass(frozen=True)
+class RandomInput:
+    """An input of standard normal numbers in the place of data, the same ones for the same sizes and seed.
+
+    A model runs on its `value`, which shows whether it runs and whether two models compute the same function. Its
+    statistics are not those of any data: :func:`gonio.doctor` averages nothing over it.
+
+    Example:
+        >>> given = gonio.seeding.RandomInput((2, 8))
+        >>> given.value.shape, torch.equal(given.value, gonio.seeding.RandomInput((2, 8)).value)
+        (torch.Size([2, 8]), True)
+    """
+
+    sizes: tuple[int, ...]
+    seed: int = 0
+
+    @property
+    def value(self) -> Tensor:
+        """The numbers, with these sizes."""
+        return torch.randn(self.sizes, generator=generator(self.seed, "batch"))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import gonio
 from cli.shell import invoke
 
 FACTORY = """
@@ -84,3 +85,117 @@ def test_a_base_tells_what_fine_tuning_changed(folder: Path) -> None:
     assert all(step["proof"].startswith("not provable without data") for step in steps)
     refused = invoke("doctor", "tuned.safetensors", "--base", "fine.safetensors")
     assert (refused.exit_code, "--base takes a model; found a file alone" in refused.stderr) == (2, True)
+
+
+NORMS = """
+from torch import nn
+
+
+def network():
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+    )
+"""
+
+
+@pytest.fixture
+def normed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """A healthy network, whose statistics are those of data in `data.pt`, far from standard normal numbers."""
+    monkeypatch.chdir(tmp_path)
+    Path("norms.py").write_text(NORMS, encoding="utf-8")
+    torch.manual_seed(0)
+    first = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16)
+    model = nn.Sequential(*first, nn.Linear(16, 3)).eval()
+    data = 5 + 2 * torch.randn(256, 8)
+    gonio.calibrate_(model, [data])
+    model[1].num_batches_tracked.fill_(1)
+    model[4].num_batches_tracked.fill_(1)
+    torch.save(data, "data.pt")
+    save_file(model.state_dict(), "healthy.safetensors")
+    return model
+
+
+def test_random_numbers_are_no_data_for_a_healthy_checkpoint(normed: nn.Module) -> None:
+    """With a shape the norms of a healthy network got the statistics of random numbers, which destroyed it."""
+    said = invoke("measure", "healthy.safetensors", "--model", "norms.py:network", "--batch", "64x8")
+    assert "G410" in said.stdout  # on random numbers the figure is far off, as it must be
+    asked = ("doctor", "healthy.safetensors", "--model", "norms.py:network", "--batch")
+    for more in ((), ("--unproven",)):
+        result = invoke(*asked, "64x8", *more, "--fail-on", "info")
+        assert result.exit_code == 0, result.stdout
+        assert result.stdout.splitlines() == [
+            "healthy.safetensors: Nothing to do: no findings.",
+            "  not counted, because the batch is random numbers and no data: G410",
+        ]
+    assert invoke(*asked, "data.pt").stdout == "healthy.safetensors: Nothing to do: no findings.\n"
+
+
+def test_nothing_is_averaged_over_random_numbers(normed: nn.Module) -> None:
+    with torch.no_grad():
+        normed[1].running_var[0] = -1
+    save_file(normed.state_dict(), "damaged.safetensors")
+    asked = ("doctor", "damaged.safetensors", "--model", "norms.py:network", "--unproven", "--batch")
+    refused = invoke(*asked, "64x8", "-o", "out")
+    why = "refused: it averages over data, and --batch SHAPE means random numbers; add --task, or --batch FILE"
+    assert f"not applied (for G105): {why}" in refused.stdout
+    assert not Path("out/treated.safetensors").exists()
+    assert json.loads(Path("out/treatment.json").read_text())["recipe"]["steps"] == []
+    kept = invoke(*asked, "data.pt")
+    assert "Done: calibrate_." in kept.stdout
+    assert "calibrate_ of 1: kept (for G105): not proved" in kept.stdout
+
+
+def test_what_is_seen_on_random_numbers_alone_is_not_guessed_at(normed: nn.Module) -> None:
+    with torch.no_grad():
+        normed[1].bias.fill_(-300)  # every unit of the ReLU behind it is dead
+    save_file(normed.state_dict(), "dead.safetensors")
+    asked = ("doctor", "dead.safetensors", "--model", "norms.py:network", "--unproven", "--batch")
+    said = invoke(*asked, "64x8").stdout
+    assert "found with random numbers, on data it may differ: G408" in said
+    assert "even_out_ of 1: not applied (for G408" in said
+    assert "refused: its findings are of outputs on random numbers" in said
+    assert "Done: even_out_" in invoke(*asked, "data.pt").stdout
+    with torch.no_grad():
+        normed[3].weight[0] *= 1000  # G104, which is a finding of the weights
+    save_file(normed.state_dict(), "both.safetensors")
+    both = invoke("doctor", "both.safetensors", *asked[2:], "64x8").stdout
+    assert "even_out_ of 3: " in both
+    assert "even_out_ of 1" not in both
+
+
+def test_equal_lines_are_one_that_names_the_layers(normed: nn.Module) -> None:
+    with torch.no_grad():
+        normed[0].weight[:3] = 0
+        normed[3].weight[:3] = 0
+    save_file(normed.state_dict(), "dead.safetensors")
+    said = invoke("doctor", "dead.safetensors", "--model", "norms.py:network", "--batch", "data.pt").stdout
+    lines = [line for line in said.splitlines() if line.startswith("  gonio.lab.retrain_")]
+    assert len(lines) == 1
+    assert lines[0].startswith("  gonio.lab.retrain_ of 0, 3")
+    assert lines[0].endswith("not provable without data: add --task, whose training data it takes")
+    assert "apply_unproven" not in said
+    assert callable(gonio.lab.retrain_)
+
+
+def test_the_exit_code_is_that_of_fail_on_alone(normed: nn.Module) -> None:
+    with torch.no_grad():
+        normed[0].weight[:3] = 0
+    save_file(normed.state_dict(), "dead.safetensors")
+    asked = ("doctor", "dead.safetensors", "--model", "norms.py:network")
+    options = ((), ("--fail-on", "error"), ("--fail-on", "warn"))
+    assert [invoke(*asked, *more).exit_code for more in options] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["adapter", "adapter/adapter_model.safetensors"])
+def test_an_adapter_is_no_whole_model(name: str, normed: nn.Module) -> None:
+    Path("adapter").mkdir()
+    low = {"lora_A": torch.randn(2, 8), "lora_B": torch.randn(16, 2)}
+    save_file({f"base_model.model.0.{k}.weight": t for k, t in low.items()}, "adapter/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    Path("adapter/adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    refused = invoke("doctor", name, "--model", "norms.py:network")
+    assert refused.exit_code == 3
+    assert "it holds an adapter of 1 layer (0), and --model is for a whole model. Merge the adapter" in refused.stderr
+    save_file({"act.alpha": torch.ones(1)}, "other.safetensors")
+    other = invoke("doctor", "other.safetensors", "--model", "norms.py:network")
+    assert (other.exit_code, "adapter" in other.stderr, "another architecture" in other.stderr) == (3, False, True)

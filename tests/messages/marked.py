@@ -76,7 +76,8 @@ def marked() -> dict[str, str]:
     found |= dict.fromkeys(listed, "gonio list")
     found |= dict.fromkeys((*SCOPES, "finished", "points", "percent", "variance"), "words in results")
     findings = SOURCE / "measuring" / "findings"
-    for name, plainly in (("rules.yaml", ("level", "source")), ("remedies.yaml", ("verb",))):
+    codes = {"rules.yaml": ("level", "source", "batch"), "remedies.yaml": ("verb", "reads", "package")}
+    for name, plainly in codes.items():
         for text in _of_data(yaml.safe_load((findings / name).read_text(encoding="utf-8")), plainly):
             found.setdefault(text, name)
     rates = json.loads((findings / "false_alarms.json").read_text(encoding="utf-8"))

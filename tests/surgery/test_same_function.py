@@ -333,3 +333,45 @@ def test_lsuv_names_the_layers_that_it_leaves_out(kind: str) -> None:
     edited = gonio.lsuv_(model, seeded(64, 16))
     path = "net.3" if kind == "bilinear" else "net.0"
     assert any(note.startswith(f"{path} stays: ") for note in edited.notes)
+
+
+# --- inputs of another size --------------------------------------------------------------------------
+
+RUNNERS: dict[str, Callable[[nn.Module, Any], object]] = {
+    **TAKERS,
+    "match_statistics_": lambda m, b: gonio.match_statistics_(m.eval(), [b]),
+    "match_statistics_ (later)": lambda m, b: gonio.match_statistics_(m.eval(), [seeded(4, 1, 8, 8), b]),
+    "calibrate_ (later)": lambda m, b: gonio.calibrate_(m.eval(), [seeded(4, 1, 8, 8), b]),
+    "recycle_": lambda m, b: gonio.recycle_(m.eval(), example=b),
+    "anatomy": lambda m, b: gonio.surgery.anatomy(m.eval(), example=b),
+    "doctor": lambda m, b: gonio.doctor(m.eval(), batch=b),
+}
+
+
+@pytest.mark.parametrize("verb", RUNNERS)
+def test_an_input_of_another_size_is_named_with_its_layer(verb: str) -> None:
+    """As the command line does it; torch's own error names no layer."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InvalidArgumentError, match=r"found 3 channels at the layer '0', which takes 1\. Give an input"):
+        RUNNERS[verb](model, torch.ones(4, 3, 8, 8))
+    assert all(torch.equal(old, new) for old, new in zip(before.values(), model.state_dict().values(), strict=True))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("verb", ["calibrate_", "match_statistics_"])
+def test_one_batch_is_not_taken_for_several(verb: str) -> None:
+    """The rows of a tensor counted as batches, and torch's error was of an input that nobody had given."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)).eval()
+    found = (
+        r"takes several batches, as a list or a DataLoader; found one tensor of the sizes 4x1x8x8\. Put it into a list"
+    )
+    with pytest.raises(InvalidArgumentError, match=found):
+        getattr(gonio, verb)(model, torch.ones(4, 1, 8, 8))
+    with pytest.raises(InvalidArgumentError, match="found a dict"):
+        getattr(gonio, verb)(model, {"input": torch.ones(4, 1, 8, 8)})
+
+
+def test_another_error_of_the_model_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        gonio.calibrate_(Net(lambda m, x: m.bn(x.view(7, -1)), bn=nn.BatchNorm1d(3)), [torch.ones(2, 3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import gonio
 from gonio.cli.app import check_folder
 from gonio.cli.inputs import build_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.reading.entry import clean_names
+from gonio.measuring.reading.adapters import MARKS, AdapterConfig, adapters_in
+from gonio.measuring.reading.entry import StoredTensor, clean_names
 from gonio.measuring.reading.shards import open_parts
-from gonio.measuring.reading.source import absent, files_in, open_file
+from gonio.measuring.reading.source import absent, files_in, open_file, small_json
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
-from gonio.messages import say
+from gonio.messages import counted, say
 from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
 
@@ -128,6 +130,11 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
         model.load_state_dict({**tied, **state}, strict=True)
     except (RuntimeError, TypeError, ValueError) as error:
         found = _differs(model.state_dict(), checkpoint.state) or f"{error!s:.300}"
+        if adapted := _adapted(checkpoint):
+            told = {"layers": counted(len(adapted), "layer"), "names": listing(adapted, limit=3)}
+            why = say("it holds an adapter of {layers} ({names}), and --model is for a whole model", **told)
+            merge = say("Merge the adapter into its base first (peft: merge_and_unload).")
+            raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", why, merge) from error
         do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
         if not model.state_dict().keys() & checkpoint.state.keys():
             do = "No name is in both: the checkpoint is of another architecture. Name its own model (file.py:factory)."
@@ -136,6 +143,20 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
             named = f" ({listing(kinds)})" if kinds else ""
             do = f"Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model."
         raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", found, do) from error
+
+
+def _adapted(checkpoint: Checkpoint) -> list[str]:
+    """The layers of which a checkpoint holds adapters; their values are not read."""
+    if not any(mark in f".{name}" for name in checkpoint.state for mark in MARKS):
+        return []
+    path = Path(checkpoint.path)
+    config = small_json((path if path.is_dir() else path.parent) / "adapter_config.json")
+    stored = {
+        name: StoredTensor(tuple(tensor.shape), str(tensor.dtype), partial(torch.zeros, tensor.shape))
+        for name, tensor in checkpoint.state.items()
+        if isinstance(tensor, Tensor)
+    }
+    return list(dict.fromkeys(adapter.path for adapter in adapters_in(stored, AdapterConfig(config))))
 
 
 def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:

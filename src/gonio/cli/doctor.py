@@ -18,6 +18,7 @@ from gonio.messages import say
 if TYPE_CHECKING:
     from gonio.cli.checkpoint import Checkpoint
     from gonio.lab import Treatment
+    from gonio.lab.treating.treatment import TreatmentStep
 
 CHECKPOINT, STEPS, PAGE, PROOFS = "treated.safetensors", "treatment.json", "treatment.html", "proofs"
 Folder = Annotated[
@@ -58,8 +59,9 @@ def doctor(
     """
     import gonio
     from gonio.cli.checkpoint import read, restored_model
-    from gonio.cli.inputs import check_runs, read_batch, read_source
+    from gonio.cli.inputs import check_runs, read_input, read_source
     from gonio.measuring.reading.source import name_of
+    from gonio.seeding import RandomInput
 
     check_folders({"json": json})
     _check_output(output)
@@ -70,13 +72,13 @@ def doctor(
         raise InvalidArgumentError(
             say("{option} takes a model", option=option), "a file alone", "Add --model FILE.py:FACTORY."
         )
-    example = None if batch is None else read_batch(batch, option="--batch")
+    example = None if batch is None else read_input(batch, option="--batch")
     if example is not None:
-        check_runs(first, example, option="--batch")
+        check_runs(first, example.value if isinstance(example, RandomInput) else example, option="--batch")
     with users_code(task, model, source):
         before = None if base is None else read(base).state
         treated = gonio.doctor(first, task=task, batch=example, base=before, apply_unproven=unproven)
-    treated = treated if held is None else replace(treated, source=name_of(source))
+    treated = replace(treated, steps=_in_options(treated), source=treated.source if held is None else name_of(source))
     if json is None:
         print_out(str(treated))
     else:
@@ -84,6 +86,28 @@ def doctor(
     if output is not None:
         _write(treated, output, held)
     fail_at(treated.after.findings, fail_on)
+
+
+def _in_options(treated: Treatment) -> tuple[TreatmentStep, ...]:
+    """The steps, with options in the place of arguments where a reason names them."""
+    from gonio.lab.treating import doctor as reasons
+
+    options: dict[str, str] = {
+        reasons.UNPROVABLE: say(
+            "not provable without data: add --task, or --batch FILE (training inputs) and --unproven"
+        ),
+        reasons.NEEDS_TASK: say("not provable without data: add --task, whose training data it takes"),
+        reasons.NO_DATA: say(
+            "refused: it averages over data, and --batch SHAPE means random numbers; add --task, or --batch FILE "
+            "(training inputs)"
+        ),
+        reasons.NO_EVIDENCE: say(
+            "refused: its findings are of outputs on random numbers; add --task, or --batch FILE (training inputs) to "
+            "see whether they are there on data"
+        ),
+        reasons.NO_MODULES: say("it takes the model's modules: add --model FILE.py:FACTORY"),
+    }
+    return tuple(replace(step, proof=options.get(step.proof, step.proof)) for step in treated.steps)
 
 
 def _check_output(output: Path | None) -> None:

@@ -21,7 +21,7 @@ from gonio.measuring.reading.source import CheckpointPart, absent
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.messages import say
 from gonio.models.by_name import is_user_code
-from gonio.seeding import generator
+from gonio.seeding import RandomInput
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import misfit, outputs
 
@@ -95,6 +95,12 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
 
 
 def read_batch(word: str, *, option: str) -> Any:
+    """The values of :func:`read_input`, where it does not matter whether they are data."""
+    given = read_input(word, option=option)
+    return given.value if isinstance(given, RandomInput) else given
+
+
+def read_input(word: str, *, option: str) -> Any:
     """A batch: `2x3x224x224` for standard normal numbers, the same in every call, or a file.
 
     A file holds one tensor (`.pt`, `.npy`, `.safetensors`), or named tensors, which become keyword arguments.
@@ -107,7 +113,7 @@ def read_batch(word: str, *, option: str) -> Any:
     if not digits or math.prod(map(int, sizes)) > _MOST_NUMBERS:
         takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
         raise InvalidArgumentError(takes, f"{word!r:.80}", "Write e.g. 2x3x224x224.")
-    return torch.randn([int(size) for size in sizes], generator=generator(0, "batch"))
+    return RandomInput(tuple(map(int, sizes)))
 
 
 def _batch_from_file(path: Path) -> Any:

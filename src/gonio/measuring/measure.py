@@ -29,7 +29,7 @@ from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
-from gonio.surgery.equivalent import misfit
+from gonio.surgery.equivalent import fitting
 
 
 @overload
@@ -261,13 +261,8 @@ def _signals(source: Source, batch: Any) -> tuple[tuple[Signal, ...], tuple[str,
     """:func:`measure_signals` of a model; where a layer got an input of another size, the error says so."""
     if not isinstance(source, nn.Module) or batch is None:
         return (), ()
-    try:
+    with fitting(source, batch, "measure(batch=)"):
         return measure_signals(source, batch)
-    except Exception as error:
-        found, do = misfit(source, batch)
-        if not found:
-            raise
-        raise InvalidArgumentError("measure(batch=) must be an input that the model takes", found, do) from error
 
 
 def _is_sizes(batch: object) -> bool:

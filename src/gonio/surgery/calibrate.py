@@ -20,7 +20,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
 from gonio.messages import joined, say
 from gonio.nn.switchable_function import batch_statistics
-from gonio.surgery.equivalent import call
+from gonio.surgery.equivalent import call, checked_batches, fitting
 from gonio.surgery.facts import facts_of
 
 # dimensions of one sample
@@ -61,7 +61,8 @@ def calibrate_(
 
     Raises:
         NoMatchError: if no selected layer keeps running statistics.
-        InvalidArgumentError: if there is no batch, or if processes that join statistics have different numbers.
+        InvalidArgumentError: if there is no batch, if one has another size than a layer takes, if it is not in a list,
+            or if processes that join statistics have different numbers.
         NotApplicableError: if a layer saw no values, or statistics are not finite.
 
     Example:
@@ -78,6 +79,7 @@ def calibrate_(
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
     if channels not in ("all", "invalid"):
         raise InvalidArgumentError('calibrate_ takes channels="all" or "invalid"', repr(channels), "Choose one.")
+    checked_batches("calibrate_", batches)
     found = select(model, where, verb="calibrate_", can_act=can_act)
     layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, layers)
@@ -106,7 +108,8 @@ def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]
             stack.enter_context(_own_buffers(module))
             stack.enter_context(module.register_forward_pre_hook(moments.add, with_kwargs=True))
         for batch in _in_step(batches, device, joins=any(moments.joins for moments in layers)):
-            call(plain, batch)
+            with fitting(model, batch, say("a batch of {verb}", verb="calibrate_")):
+                call(plain, batch)
             count += 1
     if several_ranks():
         count = int(total(torch.tensor(float(count), device=device)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from gonio.editing.edit import Edit
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.editing.wrapping import unwrapped
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.messages import Message, say
 from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
@@ -70,7 +70,10 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
     """
     if example is None:
         example = generated_example(model_a)
-    return deviation(outputs(model_a, example), outputs(model_b, example))
+    with fitting(model_a, example, "example="):
+        before = outputs(model_a, example)
+    with fitting(model_b, example, "example="):
+        return deviation(before, outputs(model_b, example))
 
 
 def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any:
@@ -177,6 +180,39 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
     same = isinstance(example, Tensor) and example.shape == given.shape
     do = f"Give an input of the sizes {'x'.join(map(str, sizes))}." if same else "Give the sizes of the model's input."
     return f"{given.shape[axis]} {what} at the layer {path!r}, which takes {wanted}", do
+
+
+@contextmanager
+def fitting(model: nn.Module, example: Any, given: str) -> Iterator[None]:
+    """Replace an error of a model that runs on an example by one that names the layer, where :func:`misfit` finds it.
+
+    Args:
+        given: what the example is, for the message.
+    """
+    try:
+        yield
+    except GonioError:
+        raise
+    except Exception as error:  # whatever a user's model raises
+        found, do = misfit(model, example)
+        if not found:
+            raise
+        asked = say("{option} must be an input that the model takes", option=given)
+        raise InvalidArgumentError(asked, found, do) from error
+
+
+def checked_batches(verb: str, batches: Iterable[Any]) -> Iterable[Any]:
+    """The batches of a verb.
+
+    Raises: InvalidArgumentError for one batch alone, whose rows would count as batches.
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        found = say("a dict")
+        if isinstance(batches, Tensor):
+            found = say("one tensor of the sizes {sizes}", sizes="x".join(map(str, batches.shape)))
+        asked = say("{verb} takes several batches, as a list or a DataLoader", verb=verb)
+        raise InvalidArgumentError(asked, found, "Put it into a list: [batch].")
+    return batches
 
 
 def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
@@ -293,7 +329,8 @@ class SameFunction:
             return
         for candidate in (example,) if self._given else examples_for(self.model):
             try:
-                found, dims = _run(self.model, candidate)
+                with fitting(self.model, candidate, "example=") if self._given else nullcontext():
+                    found, dims = _run(self.model, candidate)
             except Exception as error:
                 if self._given:
                     raise

@@ -19,7 +19,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.messages import counted, say
 from gonio.seeding import generator
-from gonio.surgery.equivalent import call
+from gonio.surgery.equivalent import call, fitting
 from gonio.surgery.facts import WEIGHTED, why_not_dense
 from gonio.surgery.init import check_function
 
@@ -53,6 +53,7 @@ def lsuv_(
 
     Raises:
         NoMatchError: if `where` selects no linear or convolutional layer.
+        InvalidArgumentError: if the batch has another size than a layer takes.
         NotApplicableError: if no selected layer ran on the batch, or the model is sharded.
 
     Example:
@@ -74,7 +75,8 @@ def lsuv_(
     found = select(model, where, verb="lsuv_", can_act=can_act)
     with Edit(model, "lsuv_") as edit, evaluating(model) as twin, torch.no_grad():
         layers = {site.path: site.module for site in sites(twin)}
-        ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
+        with fitting(model, batch, "lsuv_(batch=)"):
+            ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
         for site in found:
             if site not in ordered:
                 edit.note(say("{path} did not run on the batch: left as it was", path=site.path))

@@ -21,7 +21,7 @@ from gonio.editing.wrapping import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import say
-from gonio.surgery.equivalent import call
+from gonio.surgery.equivalent import call, checked_batches, fitting
 from gonio.surgery.recycle import can_act
 
 FACTOR = 2.0  # between the stored and the measured standard deviation, above which a filter is changed
@@ -55,7 +55,7 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
 
     Raises:
         NoMatchError: if `where` selects no linear or convolutional layer.
-        InvalidArgumentError: if there is no batch.
+        InvalidArgumentError: if there is no batch, if one has another size than a layer takes, or is not in a list.
         NotApplicableError: if no selected layer has a batch norm with statistics behind it, or the model is sharded.
 
     Example:
@@ -70,13 +70,14 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
         >>> torch.allclose(model(x), before, atol=1e-4)
         True
     """
-    kept = list(batches)
+    kept = list(checked_batches("match_statistics_", batches))
     if not kept:
         raise InvalidArgumentError("match_statistics_ measures on batches", "no batch", "Pass at least one.")
     found = {site.path: site for site in select(model, where, verb="match_statistics_", can_act=can_act)}
     refuse_shards(model, "match_statistics_")
     norms = {site.path: site.module for site in sites(model)}
-    behind = {layer: norm for layer, norm in _norms_behind(model, kept[0]).items() if layer in found}
+    with fitting(model, kept[0], say("a batch of {verb}", verb="match_statistics_")):
+        behind = {layer: norm for layer, norm in _norms_behind(model, kept[0]).items() if layer in found}
     if not behind:
         do = "Choose layers in front of one by `where`."
         raise NotApplicableError("match_statistics_", next(iter(found)), _NONE, do, action="restore the scale of")
@@ -150,7 +151,8 @@ def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
 
     with evaluating(model) as plain, torch.no_grad(), plain.get_submodule(path).register_forward_hook(add):
         for batch in batches:
-            call(plain, batch)
+            with fitting(model, batch, say("a batch of {verb}", verb="match_statistics_")):
+                call(plain, batch)
     return moments
 
 

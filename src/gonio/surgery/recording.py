@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.surgery import facts
-from gonio.surgery.equivalent import call
+from gonio.surgery.equivalent import call, fitting
 from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tensors_of
 
 _RECTIFIERS = frozenset({"relu", "relu_", "relu6", "hardtanh", "hardtanh_", "hardswish", "hardswish_"})
@@ -389,7 +389,8 @@ class Recorder(Products):
 
 def record(model: nn.Module, example: Any) -> Recording:
     """Run a model in evaluation mode on its twin, and record it."""
-    with evaluating(model) as plain, torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as ends:
+    with fitting(model, example, "example="), evaluating(model) as plain, torch.enable_grad(), ExitStack() as ends:
+        ends.enter_context(torch.random.fork_rng(devices=[]))
         ends.enter_context(sdpa_kernel(SDPBackend.MATH))  # the one with second derivatives
         recorder = Recorder(plain)
         for site in sites(plain):

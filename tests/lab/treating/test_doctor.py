@@ -16,8 +16,9 @@ from gonio.errors import NotApplicableError
 from gonio.lab import Split, Task, TrainingConfig
 from gonio.lab.tasks import Metric
 from gonio.lab.treating.change import best_scale
+from gonio.lab.treating.proof import held_out, study_of
 from gonio.measuring.findings.remedies import PROOFS
-from gonio.measuring.findings.rules import RULES, explain, rule_texts
+from gonio.measuring.findings.rules import HEAD_RULES, RULES, explain, rule_texts
 
 
 def network() -> nn.Sequential:
@@ -393,3 +394,66 @@ def test_a_lost_layer_is_trained_anew_with_a_proof_and_undone() -> None:
     assert same(damaged, before)
     treated.undo_()
     assert same(treated.model, before)
+
+
+def test_a_random_input_is_no_data() -> None:
+    """Its numbers have the statistics of no data: what averages over them is refused, and G410 does not count."""
+    given = gonio.seeding.RandomInput((64, 8))
+    healthy = network()
+    assert "G410" in {finding.code for finding in gonio.measure(healthy, batch=given.value).findings}
+    treated = gonio.doctor(healthy, batch=given, apply_unproven=True)
+    assert (treated.before.findings, treated.steps) == ((), ())
+    assert treated.notes == ("not counted, because the batch is random numbers and no data: G410",)
+    assert treated.to_dict()["notes"] == [*treated.notes]
+    assert treated.notes[0] in str(treated)
+    assert treated.notes[0] in treated._repr_html_()
+    healthy[1].running_var[0] = -1
+    refused = gonio.doctor(healthy, batch=given, apply_unproven=True)
+    assert [(step.verb, step.verdict) for step in refused.steps] == [("calibrate_", "not applied")]
+    assert "it averages over data, and the batch is random numbers" in refused.steps[0].proof
+    assert same(refused.model, healthy)
+    proved = gonio.doctor(healthy, batch=given, task=task())  # which averages over the task's training data
+    assert [(step.verb, step.proved) for step in proved.kept] == [("calibrate_", True)]
+    moved = gonio.doctor(scaled(), batch=gonio.seeding.RandomInput((32, 16)))  # proved by equal outputs
+    assert [step.verb for step in moved.kept] == ["balance_"]
+
+
+def test_rules_on_outputs_say_so() -> None:
+    """A finding of outputs on random numbers is no evidence of those on data."""
+    assert {text.batch for text in rule_texts().values()} == {"", "seen", "compared"}
+    assert {rule_texts()[code].batch for code in HEAD_RULES} == {"seen"}
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).eval()
+    with torch.no_grad():
+        model[0].weight *= 1000
+        model[1].running_mean += 1
+        model[1].bias -= 1e5
+    codes = [{f.code for f in gonio.measure(model, batch=batch).findings} for batch in (torch.randn(64, 8), None)]
+    assert {code: rule_texts()[code].batch for code in codes[0] - codes[1]} == {
+        "G408": "seen", "G409": "seen", "G410": "compared"
+    }  # fmt: skip
+
+
+def test_a_gain_that_is_not_shown_is_said_not_to_be_shown() -> None:
+    data, before, step = task(), [90.0, 91.0, 92.0, 93.0] * 2, {"verb": "retrain_", "options": {}}
+    noisy = study_of(data, "", "m", step, [*before], [b + (-1) ** k * 0.3 for k, b in enumerate(before)])
+    assert held_out(noisy, better=False)[1].startswith("not inferior: ")
+    assert held_out(noisy, better=True)[0] is False
+    assert held_out(noisy, better=True)[1].startswith("not shown to improve: accuracy on held-out blobs: +0.00 [")
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_a_remedy_is_named_as_it_is_called(code: str) -> None:
+    for remedy in rule_texts()[code].prescription.remedies:
+        place: object = gonio
+        for word in remedy.call.removeprefix("gonio.").split("."):
+            place = getattr(place, word)
+        assert callable(place)
+        assert f"{remedy.call}(" in explain(code)
+
+
+def test_a_verb_that_is_kept_twice_is_named_once() -> None:
+    treated = gonio.doctor(scaled(), batch=torch.randn(32, 16))
+    step = treated.steps[0]
+    twice = replace(treated, steps=(replace(step, options={"where": ["0"]}), replace(step, options={"where": ["2"]})))
+    assert "Done: balance_ (2 times)." in twice.summary
+    assert [row[0] for row in twice.rows] == ["balance_ of 0, 2"]

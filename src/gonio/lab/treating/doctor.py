@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -17,6 +16,7 @@ from gonio.lab.judging.results import Results
 from gonio.lab.tasks import resolve
 from gonio.lab.tasks.task import Task
 from gonio.lab.treating.change import best_scale
+from gonio.lab.treating.inputs import Inputs
 from gonio.lab.treating.proof import held_out, same_function, scores, study_of
 from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
@@ -24,7 +24,7 @@ from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
 from gonio.measuring.changes.rules import TENSOR_RULES
 from gonio.measuring.findings.remedies import Remedy
-from gonio.measuring.findings.rules import rule_texts, worst_first
+from gonio.measuring.findings.rules import rule_texts
 from gonio.messages import fixed, said_by, say
 from gonio.surgery import (
     balance_,
@@ -38,7 +38,6 @@ from gonio.surgery import (
     shrink_intruders_,
 )
 
-_BATCH = 64  # training inputs that are measured and run at a time
 _MEASURED = 64  # batches that tell the scale of a layer
 _RETRAINED = 4  # layers at most
 _NOTES = 3  # of a verb, that a reason quotes
@@ -51,6 +50,16 @@ _ORDER = (
 )  # fmt: skip
 _HIDING = ("calibrate_", "even_out_")  # new statistics and guesses end findings that are not wholly repaired
 _PLACES = {verb: place for place, verb in enumerate(_ORDER)}
+UNPROVABLE = say("not provable without data: pass a task, or a batch of training inputs with apply_unproven=True")
+NEEDS_TASK = say("not provable without data: pass a task, whose training data it takes")
+NO_DATA = say(
+    "refused: it averages over data, and the batch is random numbers; pass a task, or a batch of training inputs"
+)
+NO_EVIDENCE = say(
+    "refused: its findings are of outputs on random numbers; pass a task, or a batch of training inputs to see whether "
+    "they are there on data"
+)
+NO_MODULES = say("it takes the model's modules: pass the model of the checkpoint")
 
 
 def doctor(
@@ -80,7 +89,10 @@ def doctor(
         source: a model; or a file or state dict, for which treatments are only named.
         task: a :class:`gonio.lab.Task` or its name; its training inputs are measured and calibrated on, as they are
             without augmentation.
-        batch: an input of the model, instead of the task's training inputs.
+        batch: an input of the model, instead of the task's training inputs; or a
+            :class:`gonio.seeding.RandomInput`, whose values are no data: then findings that compare the batch with the
+            training data (G410) do not count, nothing is averaged over it, and nothing that only its outputs show is
+            treated without a task, except by verbs that keep the function.
         base: the model that this one was fine-tuned from, or its state dict: then the change is judged too.
         apply_unproven: keep a change that could be neither proved nor refuted for lack of a task.
 
@@ -107,45 +119,11 @@ def doctor(
             asked = "doctor() runs a model on a task or a batch, and compares it with a base"
             raise InvalidArgumentError(asked, type(source).__name__, "Pass the model.")
         return _reported(measure(source))
-    case = _Case(copy.deepcopy(source), _Inputs(data, batch, base), apply_unproven)
+    case = _Case(copy.deepcopy(source), Inputs(data, batch, base), apply_unproven)
     for verb in _ORDER:
         for remedy, treats in case.planned(verb):
             case.treat(remedy, treats)
     return case.result()
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """What the model runs on."""
-
-    task: Task | None
-    batch: Any
-    base: Any = None
-
-    def measured(self, model: nn.Module) -> Measurements:
-        """The model, and what has changed since its base."""
-        found = measure(model, batch=self.example)
-        if self.base is None:
-            return found
-        return replace(found, findings=worst_first([*found.findings, *measure(self.base, model).findings]))
-
-    @cached_property
-    def data(self) -> str:
-        """The digest of the task's data."""
-        return "" if self.task is None else self.task.digest()
-
-    @property
-    def example(self) -> Any:
-        """The batch to measure with; None if there is none."""
-        return self.batch if self.batch is not None or self.task is None else next(self.training())
-
-    def training(self) -> Iterator[Any]:
-        """Training inputs as the model gets them: the task's, otherwise the batch."""
-        if self.task is None:
-            yield from () if self.batch is None else (self.batch,)
-            return
-        for inputs, _ in self.task.train.in_order(_BATCH):
-            yield self.task.outputs(lambda x: x, inputs)
 
 
 Planned = list[tuple[Remedy, list[Finding]]]
@@ -163,9 +141,11 @@ def _keys(findings: Iterable[Finding]) -> set[_Key]:
 class _Case:
     """One model under treatment: its copy, what is found in it now, and the steps so far."""
 
-    def __init__(self, model: nn.Module, inputs: _Inputs, apply_unproven: bool) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, apply_unproven: bool) -> None:
         self.model, self.inputs, self.apply_unproven = model, inputs, apply_unproven
-        self.before = self.found = inputs.measured(model)
+        whole = inputs.measured(model)
+        self.notes = inputs.notes(whole)
+        self.before = self.found = inputs.counted(whole)
         self.steps: list[tuple[TreatmentStep, list[Finding]]] = []
         self.edits: list[Edited] = []
         self._scores: list[float | None] = []
@@ -190,6 +170,8 @@ class _Case:
 
     def treat(self, remedy: Remedy, treats: list[Finding]) -> None:
         """Try one remedy, in one scope after the other: the first that is proved is kept, of `retrain_` each."""
+        if remedy.proof != "same function":  # layers that random numbers alone show are left out
+            treats = [finding for finding in treats if self.inputs.is_evidence(finding)] or treats
         if remedy.verb == "retrain_":
             gone = [finding for finding in treats if _key(finding) not in _keys(self.found.findings)]
             paths = suspects(treats, self.found, self.model) + suspects(gone, self.before, self.model)
@@ -213,12 +195,8 @@ class _Case:
         cannot = fixed(remedy.cannot)
         step = TreatmentStep(remedy.verb, options, _codes(treats), fixed("not applied"), "", cannot=cannot)
         exact = remedy.proof == "same function"
-        if not exact and self.inputs.task is None and not (self.apply_unproven and self.inputs.batch is not None):
-            said = say(
-                "not provable without data: pass a task, or a batch with apply_unproven "
-                "(--task, or --batch with --unproven)"
-            )
-            return replace(step, proof=said)
+        if not exact and (why := self._unprovable(remedy, treats)):
+            return replace(step, proof=why)
         untreated = copy.deepcopy(self.model) if exact else None
         if not exact and self.inputs.task is not None and not self._scores:
             self._scores = scores(self.model, self.inputs.task)
@@ -231,7 +209,7 @@ class _Case:
             return replace(step, proof=say("refused: {error}", error=said_by(error)))
         if not edit.changes:
             return replace(step, proof=say("it finds nothing to change"))
-        after = self.inputs.measured(self.model)
+        after = self.inputs.counted(self.inputs.measured(self.model))
         # A change that dwarfs its base hides its intruders among those of chance; a smaller one shows them.
         shown = frozenset(TENSOR_RULES) if remedy.verb == "shrink_change_" else frozenset[str]()
         harm = _no_help(self.found, after, edit, treats, better=remedy.proof == "better held-out score", shown=shown)
@@ -258,14 +236,25 @@ class _Case:
         ended = [finding for finding in treats if _key(finding) not in _keys(after.findings)]
         return replace(step, verdict=fixed("kept"), proved=bool(proved), codes=_codes(ended or treats))
 
+    def _unprovable(self, remedy: Remedy, treats: list[Finding]) -> str:
+        """Why a change of the function is not tried; empty if it is."""
+        if self.inputs.task is not None:
+            return ""
+        if remedy.reads == "task":
+            return NEEDS_TASK
+        if self.inputs.random and remedy.reads == "data":
+            return NO_DATA
+        if not any(self.inputs.is_evidence(finding) for finding in treats):
+            return NO_EVIDENCE
+        return "" if self.apply_unproven and self.inputs.batch is not None else UNPROVABLE
+
     def result(self) -> Treatment:
         """The outcome, without the steps that were not applied to findings that another one has treated."""
         left = _keys(self.found.findings)
         steps = [step for step, treats in self.steps if step.verdict != "not applied" or left & _keys(treats)]
         untreated = _untreated(self.found, self.model)
-        return Treatment(
-            self.before.source, self.before, self.found, tuple(steps), untreated, self.model, tuple(self.edits)
-        )
+        made = Treatment(self.before.source, self.before, self.found, tuple(steps), untreated, self.model)
+        return replace(made, edits=tuple(self.edits), notes=self.notes)
 
 
 def _why_not(remedy: Remedy, finding: Finding, model: nn.Module | None) -> str:
@@ -289,14 +278,13 @@ def _untreated(found: Measurements, model: nn.Module | None) -> tuple[tuple[Find
 
 def _reported(found: Measurements) -> Treatment:
     """The treatments of a source without modules, none of which can be applied."""
-    why = say("it takes the model's modules: pass the model of the checkpoint (on the command line --model)")
     named: dict[str, tuple[Remedy, list[Finding]]] = {}
     for finding in found.findings:
         for remedy in rule_texts()[finding.code].prescription.remedies:
             named.setdefault(str(remedy), (remedy, []))[1].append(finding)
     ordered = sorted(named.values(), key=lambda each: _PLACES[each[0].verb])
     steps = [
-        TreatmentStep(r.verb, dict(r.options), _codes(treats), fixed("not applied"), why, cannot=fixed(r.cannot))
+        TreatmentStep(r.verb, dict(r.options), _codes(treats), fixed("not applied"), NO_MODULES, cannot=fixed(r.cannot))
         for r, treats in ordered
     ]
     none = tuple((f, fixed(told)) for f in found.findings if (told := rule_texts()[f.code].prescription.none))
@@ -324,14 +312,14 @@ def _where(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options) | ({"where": lambda path, _: path in paths} if paths else {})
 
 
-def _scaled(model: nn.Module, inputs: _Inputs, options: dict[str, Any]) -> dict[str, Any]:
+def _scaled(model: nn.Module, inputs: Inputs, options: dict[str, Any]) -> dict[str, Any]:
     """The options of `shrink_change_` with the factor that the training data tell."""
     if inputs.task is None:
         raise InvalidArgumentError("shrink_change_ chooses its factor by a task", "a batch", "Pass a task.")
     return best_scale(model, inputs.base, inputs.task, options.get("where", []))
 
 
-def _retrained(model: nn.Module, inputs: _Inputs, options: dict[str, Any]) -> Edited:
+def _retrained(model: nn.Module, inputs: Inputs, options: dict[str, Any]) -> Edited:
     if inputs.task is None:
         do = "Pass a task."
         raise InvalidArgumentError("retrain_ trains on the training data of a task", "a batch", do)
@@ -339,7 +327,7 @@ def _retrained(model: nn.Module, inputs: _Inputs, options: dict[str, Any]) -> Ed
 
 
 _CAN_ACT = {"even_out_": even_out.can_act, "match_statistics_": recycle.can_act, "recycle_": recycle.can_act}
-_VERBS: dict[str, Callable[[nn.Module, _Inputs, dict[str, Any]], Edited]] = {
+_VERBS: dict[str, Callable[[nn.Module, Inputs, dict[str, Any]], Edited]] = {
     "balance_": lambda model, inputs, options: balance_(model, example=inputs.example, **options),
     "calibrate_": lambda model, inputs, options: calibrate_(model, inputs.training(), **_where(options)),
     "even_out_": lambda model, inputs, options: even_out_(model, **_where(options)),

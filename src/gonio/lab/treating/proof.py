@@ -105,5 +105,6 @@ def held_out(results: Results, *, better: bool) -> tuple[bool | None, str]:
     score = say("{metric} on held-out {task}: {interval}", metric=plan.metric, task=plan.task, interval=interval)
     if all(run.status == "diverged" for run in results.runs if run.recipe == BASELINE):
         return True, say("outputs were not finite before, and are after it; {score}", score=score)
-    proof = say("{verdict}: {score}, margin {margin:g}", verdict=fixed(verdict), score=score, margin=plan.sesoi)
+    said = say("not shown to improve") if better and verdict == "not inferior" else fixed(verdict)
+    proof = say("{verdict}: {score}, margin {margin:g}", verdict=said, score=score, margin=plan.sesoi)
     return verdict == "improved" or (verdict == "not inferior" and not better), proof

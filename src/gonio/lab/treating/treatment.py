@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 from torch import nn
 
 from gonio.editing.edit import Edited
+from gonio.errors import listing
 from gonio.escaping import html_table, plain, write_text
 from gonio.lab.judging.results import Results
 from gonio.lab.running.study import Study
 from gonio.measuring import Finding, Measurements
-from gonio.messages import local, say
+from gonio.measuring.findings.remedies import call_of
+from gonio.messages import fixed, joined, local, say
 from gonio.pages import made_by, render
 
 SCHEMA = "gonio.treatment/1"
@@ -52,8 +55,8 @@ class TreatmentStep:
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
-        """The cells of a table."""
-        return self.verb, ", ".join(self.codes), self.verdict, self.proof, self.cannot
+        """The cells of a table, without the layers."""
+        return call_of(self.verb), ", ".join(self.codes), self.verdict, self.proof, self.cannot
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,6 +71,7 @@ class Treatment:
         steps: each prescribed treatment with its verdict.
         untreated: the findings that are left and have no prescription, each with the reason.
         model: the treated copy; None for a file without its model.
+        notes: what a batch of random numbers cannot tell.
     """
 
     source: str
@@ -77,6 +81,7 @@ class Treatment:
     untreated: tuple[tuple[Finding, str], ...]
     model: nn.Module | None = None
     edits: tuple[Edited, ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def kept(self) -> tuple[TreatmentStep, ...]:
@@ -94,9 +99,10 @@ class Treatment:
         """The result in one sentence."""
         if not self.before.findings:
             return say("Nothing to do: no findings.")
-        done = ", ".join(step.verb for step in self.kept) or say("nothing")
+        times = Counter(call_of(step.verb) for step in self.kept)
+        done = joined([v if n == 1 else say("{verb} ({n} times)", verb=v, n=n) for v, n in times.items()])
         counts = {"before": len(self.before.findings), "after": len(self.after.findings)}
-        return say("Findings: {before} before, {after} after. Done: {done}.", **counts, done=done)
+        return say("Findings: {before} before, {after} after. Done: {done}.", **counts, done=done or say("nothing"))
 
     def undo_(self) -> None:
         """Take all kept steps back, exactly: `model` then equals the model that was given.
@@ -117,6 +123,7 @@ class Treatment:
             "steps": [step.to_dict() for step in self.steps],
             "untreated": [{"code": finding.code, "path": finding.path, "why": why} for finding, why in self.untreated],
             "recipe": self.recipe,
+            "notes": list(self.notes),
         }
 
     def studies(self, folder: str | os.PathLike[str]) -> list[Study]:
@@ -147,8 +154,15 @@ class Treatment:
         return write_text(text, path)
 
     @property
-    def _rows(self) -> list[tuple[str, str, str, str, str]]:
-        rows = [step.row for step in self.steps]
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """The cells of a table: one row for steps that differ in their layers alone, and the untreated findings."""
+        layers: dict[tuple[str, str, str, str, str], dict[str, None]] = {}
+        for step in self.steps:
+            layers.setdefault(step.row, {}).update(dict.fromkeys(step.options.get("where", ())))
+        rows = [
+            (say("{verb} of {layers}", verb=row[0], layers=listing([*paths], limit=6)) if paths else row[0], *row[1:])
+            for row, paths in layers.items()
+        ]
         none, untreated = say("none"), say("untreated")
         return [*rows, *((none, f"{f.code} {f.path}".strip(), untreated, why, "") for f, why in self.untreated)]
 
@@ -158,11 +172,13 @@ class Treatment:
     def __str__(self) -> str:
         rows = [
             say("  {verb}: {verdict} (for {codes}): {why}", verb=verb, codes=codes, verdict=verdict, why=why)
-            for verb, codes, verdict, why, _ in self._rows
+            for verb, codes, verdict, why, _ in self.rows
         ]
-        lines = map(local, (say("{source}: {summary}", source=self.source, summary=self.summary), *rows))
+        notes = [say("  {problem}", problem=fixed(note)) for note in self.notes]
+        lines = map(local, (say("{source}: {summary}", source=self.source, summary=self.summary), *notes, *rows))
         return "\n".join(plain(line, longest=len(line)) for line in lines)
 
     def _repr_html_(self) -> str:
-        rows = [[*map(local, row)] for row in self._rows]
-        return html_table(self.source, [*map(local, HEAD)], rows, [local(self.summary)])
+        rows = [[*map(local, row)] for row in self.rows]
+        said = [*map(local, (self.summary, *self.notes))]
+        return html_table(self.source, [*map(local, HEAD)], rows, said)

@@ -27,6 +27,8 @@ class Remedy:
             score`, for a guess and for new training.
         why: the reason that it can help. `changes`: what it changes and costs. `cannot`: what it does not repair.
         of: `buffers` or `parameters`, if it acts on findings of these only.
+        reads: `data`, if it averages over batches; `task`, if it takes a task's training data.
+        package: of the verb within gonio, if it is in one.
     """
 
     verb: str
@@ -36,9 +38,16 @@ class Remedy:
     cannot: str
     options: Mapping[str, Any] = field(default_factory=dict)
     of: str = ""
+    reads: str = ""
+    package: str = ""
 
     def __str__(self) -> str:
         return str(self.said)
+
+    @property
+    def call(self) -> str:
+        """The verb as it is called: a verb of `gonio` by its name, another one with its package."""
+        return f"gonio.{self.package}.{self.verb}" if self.package else self.verb
 
     @property
     def said(self) -> Message:
@@ -46,7 +55,7 @@ class Remedy:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return say(
             "{verb}({options}){of}, proved by {proof}. {why} It changes {changes} It does not repair: {cannot}",
-            verb=self.verb,
+            verb=self.call,
             options=options,
             of=say(" for {what}", what=fixed(self.of)) if self.of else "",
             proof=fixed(self.proof),
@@ -86,6 +95,17 @@ def _remedies() -> Mapping[str, Remedy]:
 
     content = (resources.files("gonio.measuring.findings") / "remedies.yaml").read_text(encoding="utf-8")
     return {name: Remedy(**fields) for name, fields in yaml.safe_load(content).items()}
+
+
+def call_of(verb: str) -> str:
+    """The verb of a remedy as it is called.
+
+    Example:
+        >>> from gonio.measuring.findings.remedies import call_of
+        >>> call_of("calibrate_"), call_of("retrain_")
+        ('calibrate_', 'gonio.lab.retrain_')
+    """
+    return next((remedy.call for remedy in _remedies().values() if remedy.verb == verb), verb)
 
 
 def success_rate(code: str) -> list[Message]:

@@ -68,6 +68,8 @@ class RuleText:
             the others is measured.
         calibrated: whether the rate of false alarms was measured.
         treatment: the names of the remedies in the order in which they are tried, or why there are none.
+        batch: `seen` for a rule on the outputs of a batch; `compared` if it compares them with what the model stores of
+            its training data, of which random numbers tell nothing.
     """
 
     level: str
@@ -79,6 +81,7 @@ class RuleText:
     chance: str = ""
     exact: str = ""
     calibrated: bool = True
+    batch: str = ""
 
     @property
     def prescription(self) -> Prescription:
@@ -92,7 +95,7 @@ def rule_texts() -> Mapping[str, RuleText]:
     import yaml  # only a finding or an explanation needs it
 
     content = (resources.files("gonio.measuring.findings") / "rules.yaml").read_text(encoding="utf-8")
-    plainly = ("level", "calibrated", "treatment", "source")  # what code reads, and a reference
+    plainly = ("level", "calibrated", "treatment", "source", "batch")  # what code reads, and a reference
     texts: dict[str, dict[str, Any]] = yaml.safe_load(content)
     for text in texts.values():
         text.update({name: fixed(said) for name, said in text.items() if name not in plainly})
