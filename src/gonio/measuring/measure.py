@@ -163,11 +163,7 @@ def measure(
     options |= {"extra_figures": extra_figures or None, "deep": deep or None, "cache": cache}
     if after is not None:
         _check_two((after, *more), options)
-        if more and journal is not None:
-            raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
-        if more:
-            return changes(source, after, *more, engine=engine, jobs=jobs, progress=progress)
-        return difference(source, after, engine=engine, jobs=jobs, journal=journal, progress=progress)
+        return _compared((source, after, *more), engine=engine, jobs=jobs, journal=journal, progress=progress)
     spread = Spread(engine, jobs, journal)
     _check(source, options, spread)
     training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
@@ -205,6 +201,22 @@ def measure(
         notes=(*(cached.notes if cached else ()), *contents.notes, *updates, *structure.notes, *silent),
         versions=versions(),
     )
+
+
+def _compared(
+    sources: Sequence[Source],
+    *,
+    engine: Engine,
+    jobs: int,
+    journal: str | os.PathLike[str] | None,
+    progress: Progress,
+) -> Differences | Changes:
+    """The differences of two sources, or of several from the first one."""
+    if len(sources) == 2:
+        return difference(*sources, engine=engine, jobs=jobs, journal=journal, progress=progress)
+    if journal is not None:
+        raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
+    return changes(*sources, engine=engine, jobs=jobs, progress=progress)
 
 
 def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:
