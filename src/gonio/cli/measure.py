@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, made_now, print_err, progress, save, save_formats, show
+from gonio.cli.app import ExitCode, check_folders, made_now, print_err, save, save_formats, show
+from gonio.cli.progressing import progress
 from gonio.errors import InvalidArgumentError
 from gonio.messages import fixed, joined, local, say
 
