@@ -43,6 +43,7 @@ def test_a_model_is_a_table() -> None:
     assert result.exit_code == 0
     assert result.stderr.startswith("digits-cnn: random weights (seed 0); nothing is downloaded. To measure ")
     assert "conv2" in result.stdout
+    assert "random weights (seed 0), not trained ones" in result.stdout
     assert result.stdout == invoke("measure", "digits-cnn", "--seed", "0").stdout
     assert result.stdout != invoke("measure", "digits-cnn", "--seed", "1").stdout
 
@@ -61,6 +62,9 @@ def test_json_and_html(folder: Path) -> None:
     written = "page written to page.html\nJSON written to out.json\n"
     assert result.stderr.partition("\n")[2] == f"{written}findings: none\n"
     assert Path("page.html").read_text().startswith("<!")
+    assert "random weights (seed 0), not trained ones" in Path("page.html").read_text()
+    assert "random weights" not in invoke("measure", "fine.pt", "--json", "-").stdout
+    assert "random weights" not in invoke("measure", "tiny.py:linear", "--json", "-").stdout
 
 
 def test_csv_and_markdown(folder: Path) -> None:

@@ -90,7 +90,7 @@ def _bar(what: str) -> Iterator[Meter]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
     from rich.text import Text
 
-    class Bar(Progress):
+    class Headed(Progress):
         said = ""
 
         def get_renderables(self) -> Iterator[RenderableType]:
@@ -99,7 +99,7 @@ def _bar(what: str) -> Iterator[Meter]:
             yield self.make_tasks_table(self.tasks)
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}"))
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Headed(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(local(what), left="")
 
         class OnTerminal(Meter):
