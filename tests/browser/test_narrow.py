@@ -92,9 +92,9 @@ def test_names_of_adapters_break_at_dots_and_leave_the_types_their_room(visit: V
 
 
 def test_the_findings_begin_in_the_first_screen(visit: Visit) -> None:
-    for name in ("measurements", "adapter"):
+    for name in ("measurements", "adapter", "differences"):
         page = visit(name, width=1280)
-        assert page.locator("#findings .rule").first.bounding_box()["y"] < 600
+        assert page.locator("#findings h2").bounding_box()["y"] < 600
         assert page.locator("#findings").bounding_box()["y"] < page.locator("#map").bounding_box()["y"]
 
 
