@@ -21,6 +21,7 @@ from torch import nn
 
 from cli.shell import COMMAND, invoke, write_task
 from gonio import models
+from gonio.cli.checkpoint import read
 from gonio.cli.options import Level
 from gonio.cli.progressing import Meter
 from gonio.measuring.findings.rules import LEVELS
@@ -277,6 +278,11 @@ def test_a_model_of_a_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pyt
         assert result.exit_code == 0, result.stderr
         assert f"org/tiny: the copy in the cache of this machine, {snapshot}" in result.stderr
         assert "1 tensor" in result.stdout
+    address = invoke("check", "https://huggingface.co/org/tiny/tree/main")
+    assert (address.exit_code, "1 tensor" in address.stdout) == (0, True)
+    assert read("org/tiny").state.keys() == {"w"}
+    said = invoke("check", "org/other").stderr
+    assert f"looked for in {tmp_path}/hub (HF_HOME, HF_HUB_CACHE), where `hf download org/other` puts it" in said
     assert "Nothing is downloaded" in invoke("measure", "org/other").stderr
     (folder / "refs" / "main").write_text("../../..")
     assert "Nothing is downloaded" in invoke("measure", "org/tiny").stderr

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gonio
 from gonio.cli.app import check_folder
-from gonio.cli.inputs import build_model
+from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import MARKS, AdapterConfig, adapters_in
 from gonio.measuring.reading.entry import StoredTensor, clean_names
@@ -57,7 +57,8 @@ class Checkpoint:
 
 
 def read(path: str) -> Checkpoint:
-    """Read a checkpoint as data; no code in it runs."""
+    """Read a checkpoint, or a model of a hub in the cache of this machine, as data; no code in it runs."""
+    path = in_cache(path) or path
     file = Path(path)
     files = files_in(file)[0] if file.is_dir() else [file]
     if not files[0].exists():
