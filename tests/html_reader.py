@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "col"}
@@ -18,7 +19,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[tuple[str, str]] = []  # (innermost element, text)
         self.open: list[str] = []
-        self.feed(html.replace("<wbr>", ""))  # where a line may break: no part of a text
+        self.feed(re.sub(r"<wbr[^>]*>", "", html))  # where a line may break: no part of a text
         self.close()
         if self.open:
             raise ValueError(f"never closed: {self.open}")

@@ -99,6 +99,19 @@ def paths() -> str:
     return gonio.measure(state).to_html()
 
 
+def adapter() -> str:
+    """Low-rank factors with long names: one is a million times too large, one is 0."""
+    draw, state = torch.Generator().manual_seed(0), {}
+    for i in range(4):
+        for name in ("q_proj", "v_proj"):
+            path = f"base_model.model.model.layers.{i}.self_attn.{name}"
+            state[f"{path}.lora_A.weight"] = torch.randn(8, 128, generator=draw) / 11
+            state[f"{path}.lora_B.weight"] = torch.randn(128, 8, generator=draw) / 100
+    state["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"] *= 1e6
+    state["base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"] *= 0
+    return gonio.measure(state).to_html()
+
+
 def treated() -> str:
     with TemporaryDirectory() as folder:
         treatment = gonio.doctor(network(), batch=torch.ones(2, 3, 32, 32))
@@ -117,5 +130,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "payloads": lambda: html(results(tuple(PAYLOADS[::4]), seeds=1, layers=1)),
     "large": large,
     "paths": paths,
+    "adapter": adapter,
     "doctor": treated,
 }

@@ -34,6 +34,8 @@ def test_no_word_is_broken_on_a_phone(name: str, visit: Visit) -> None:
 def test_a_broken_word_is_seen(visit: Visit) -> None:
     page = visit("paths", width=390)
     page.evaluate("document.querySelectorAll('wbr').forEach((one) => one.remove())")
+    narrow = "document.querySelectorAll('.figures th > button').forEach((one) => { one.style.maxWidth = '5em'; })"
+    page.evaluate(narrow)
     assert page.evaluate(BROKEN) != []
 
 
@@ -74,6 +76,26 @@ def test_the_table_of_norms_fits_in_a_window_of_1200(visit: Visit) -> None:
       return range.getBoundingClientRect().left;
     }"""
     assert name.evaluate("(badge) => badge.getBoundingClientRect().right") + 4 < shape.evaluate(gap)
+
+
+def test_names_of_adapters_break_at_dots_and_leave_the_types_their_room(visit: Visit) -> None:
+    page = visit("adapter", width=1280)
+    width = "(box) => box.scrollWidth - box.clientWidth"
+    assert page.locator("#angles .scroll").evaluate(width) == 0
+    lines = "(names) => names.map((name) => name.clientHeight / parseFloat(getComputedStyle(name).lineHeight))"
+    assert max(page.locator("#angles tbody th > button").evaluate_all(lines)) < 2.5
+    assert max(page.locator("#spectra tbody th > button").evaluate_all(lines)) < 1.5
+    assert page.evaluate(BROKEN) == []
+    kind = page.locator("#angles tbody td.text").first
+    assert kind.inner_text() == "factor of an adapter"
+    assert kind.evaluate("(cell) => cell.getBoundingClientRect().right") <= 1280
+
+
+def test_the_findings_begin_in_the_first_screen(visit: Visit) -> None:
+    for name in ("measurements", "adapter", "differences"):
+        page = visit(name, width=1280)
+        assert page.locator("#findings h2").bounding_box()["y"] < 600
+        assert page.locator("#findings").bounding_box()["y"] < page.locator("#map").bounding_box()["y"]
 
 
 def test_the_line_of_no_difference_does_not_cross_names(visit: Visit) -> None:

@@ -21,8 +21,9 @@ from torch import nn
 
 from cli.shell import COMMAND, invoke, write_task
 from gonio import models
-from gonio.cli.app import _lines
+from gonio.cli.checkpoint import read
 from gonio.cli.options import Level
+from gonio.cli.progressing import Meter
 from gonio.measuring.findings.rules import LEVELS
 
 
@@ -40,8 +41,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_a_table() -> None:
     result = invoke("measure", "digits-cnn")
-    assert (result.exit_code, result.stderr) == (0, "digits-cnn built with seed 0\n")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("digits-cnn: random weights (seed 0); nothing is downloaded. To measure ")
     assert "conv2" in result.stdout
+    assert "random weights (seed 0), not trained ones" in result.stdout
     assert result.stdout == invoke("measure", "digits-cnn", "--seed", "0").stdout
     assert result.stdout != invoke("measure", "digits-cnn", "--seed", "1").stdout
 
@@ -58,8 +61,11 @@ def test_json_and_html(folder: Path) -> None:
     result = invoke("measure", "digits-cnn", "--html", "page.html", "--json", "out.json")
     assert result.stdout == ""
     written = "page written to page.html\nJSON written to out.json\n"
-    assert result.stderr == f"digits-cnn built with seed 0\n{written}findings: none\n"
+    assert result.stderr.partition("\n")[2] == f"{written}findings: none\n"
     assert Path("page.html").read_text().startswith("<!")
+    assert "random weights (seed 0), not trained ones" in Path("page.html").read_text()
+    assert "random weights" not in invoke("measure", "fine.pt", "--json", "-").stdout
+    assert "random weights" not in invoke("measure", "tiny.py:linear", "--json", "-").stdout
 
 
 def test_csv_and_markdown(folder: Path) -> None:
@@ -171,15 +177,13 @@ def test_the_levels_are_those_of_the_findings() -> None:
     assert invoke("measure", "digits-cnn", "--fail-on", "catastrophe").exit_code == 2
 
 
-def test_progress_off_a_terminal_is_sparse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = iter(range(0, 100, 4))
-    show = _lines("measuring", clock=lambda: next(seconds))
+def test_progress_off_a_terminal_is_sparse(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    show = Meter("measuring", clock=lambda: now)
     for done in range(1, 9):
+        now += 4
         show(done, 8)
-    assert capsys.readouterr().err.splitlines() == [
-        "measuring: 3 of 8, about 20 s left",
-        "measuring: 6 of 8, about 8 s left",
-    ]
+    assert capsys.readouterr().err.splitlines() == ["measuring: 3 of 8", "measuring: 6 of 8, about 8 s left"]
 
 
 def on_a_terminal(*words: str, stdout: bool, **environment: str) -> tuple[str, str]:
@@ -274,6 +278,11 @@ def test_a_model_of_a_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pyt
         assert result.exit_code == 0, result.stderr
         assert f"org/tiny: the copy in the cache of this machine, {snapshot}" in result.stderr
         assert "1 tensor" in result.stdout
+    address = invoke("check", "https://huggingface.co/org/tiny/tree/main")
+    assert (address.exit_code, "1 tensor" in address.stdout) == (0, True)
+    assert read("org/tiny").state.keys() == {"w"}
+    said = invoke("check", "org/other").stderr
+    assert f"looked for in {tmp_path}/hub (HF_HOME, HF_HUB_CACHE), where `hf download org/other` puts it" in said
     assert "Nothing is downloaded" in invoke("measure", "org/other").stderr
     (folder / "refs" / "main").write_text("../../..")
     assert "Nothing is downloaded" in invoke("measure", "org/tiny").stderr

@@ -1,4 +1,4 @@
-"""Thirty mistakes of newcomers: each gets one sentence that names the problem and the nearest right thing."""
+"""Mistakes of newcomers: each gets one sentence that names the problem and the nearest right thing."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(gonio.models.digits_cnn().state_dict(), folder / "whole.pt")
     (folder / "cut.pt").write_bytes((folder / "whole.pt").read_bytes()[:5000])
     torch.save(nn.Linear(2, 2), folder / "module.pt")
+    (folder / "several").mkdir()
+    for name in ("a.pt", "b.gguf", "c.safetensors", "d.safetensors"):
+        (folder / "several" / name).touch()
     torch.save({"epoch": 3}, folder / "epoch.pt")
     torch.save({"model.layers.0.q_proj.weight": torch.ones(4, 4)}, folder / "llama.pt")
     torch.save({"layer1.0.conv1.weight": torch.ones(4, 4, 3, 3)}, folder / "resnet.pt")
@@ -46,8 +49,7 @@ TYPED = {
     2: ("measure nofile.pt", 3, "there is no such file. Did you mean whole.pt"),
     3: ("measure resnet50", 2, "no model named 'resnet50'. Did you mean timm:resnet50 or torchvision:resnet50?"),
     4: ("measure timm:resnet51", 2, "no timm model named 'resnet51'. Did you mean resnet51q, resnet50"),
-    5: ("measure gpt2", 2, "Nothing is downloaded: give a folder or a file of its weights on this machine, or "
-        "transformers:gpt2 for random weights."),
+    5: ("measure gpt2", 2, "where `hf download gpt2` puts it. For random weights write transformers:gpt2."),
     6: ("measure cut.pt", 3, "it is damaged: the end of the archive is missing. Copy, download or save it again."),
     7: ("measure module.pt", 3, "Code in a file is never run here: save model.state_dict()"),
     8: ("measure hello.pt", 3, "it begins with b'hell'. Save model.state_dict()."),
@@ -69,6 +71,19 @@ TYPED = {
          "found no name after it. Write mine.py:train."),
     25: ("reproduce som-accuracy", 2, "e.g. by torchvision.datasets.FashionMNIST('data', download=True), which puts "
          "them into data/FashionMNIST/raw, and name their folder with --data."),
+    31: ("check gpt2", 3, "there is no such file. Check the path. Nothing is downloaded: give a folder or a file of "
+         "its weights on this machine. A model of a hub is looked for in "),
+    32: ("check https://huggingface.co/org/gpt2", 3, "file 'https://huggingface.co/org/gpt2': cannot be read; it is "
+         "an address, and no file. Nothing is downloaded"),
+    33: ("check https://hub.example/gpt2", 3, "Nothing is downloaded: fetch the file first, and give its path"),
+    34: ("check whole.pt --html x.html", 2, "No such option: --html It is one of gonio measure and gonio report."),
+    35: ("measure whole.pt --htm x.html", 2, "No such option: --htm Did you mean --html?"),
+    36: ("measure whole.pt --model my_cnn:make", 2, "For a function of your own write FILE.py:FUNCTION, e.g. "
+         "my_cnn.py:make."),
+    37: ("check several", 3, "it holds several: a.pt, b.gguf, c.safetensors, d.safetensors. Name one of them."),
+    38: ("explain CODE", 2, "no rule, column or claim named 'CODE'. Give a code such as G102"),
+    39: ("measure x.onnx --model digits-cnn", 2, "found '.onnx'. gonio check x.onnx and gonio measure x.onnx read it "
+         "without a model."),
 }  # fmt: skip
 NEEDS = {3: ("timm", "torchvision"), 5: ("transformers",), 20: ("onnx",), 22: ("torchvision",)}
 
@@ -98,7 +113,7 @@ def test_a_typed_mistake(folder: Path, monkeypatch: pytest.MonkeyPatch, number: 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "https://hub.example/gpt2"])
 def test_a_name_on_a_hub_is_not_downloaded(name: str) -> None:
     result = invoke("measure", name)
-    assert "Nothing is downloaded: give a folder or a file of its weights on this machine" in result.stderr
+    assert "Nothing is downloaded: " in result.stderr
     assert result.exit_code == 2
 
 

@@ -60,11 +60,11 @@ def test_arguments_and_every_command_take_them(folder: Path) -> None:
 
 def test_a_measurement_uses_them(folder: Path) -> None:
     result = invoke("measure", "digits-cnn", "--json", "-")
-    assert "built with seed 3" in result.stderr
+    assert "random weights (seed 3)" in result.stderr
     assert json.loads(result.stdout)["signals"], "the batch of the file ran through the model"
     (folder / "gonio.toml").unlink()
     result = invoke("measure", "digits-cnn", "--json", "-")
-    assert "built with seed 0" in result.stderr
+    assert "random weights (seed 0)" in result.stderr
     assert not json.loads(result.stdout)["signals"]
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import gonio
 from catalog import seeded
-from gonio.measuring.findings.rules import Finding
-from gonio.measuring.findings.verdicts import verdict
+from gonio.measuring.findings.rules import RULES, Finding
+from gonio.measuring.findings.verdicts import first_of, verdict
 from html_reader import Page
 
 
@@ -49,6 +49,7 @@ def test_measurements() -> None:
     assert measured.verdict == "1 warning in 1 of 3 layers."
     assert str(measured).splitlines()[1] == measured.verdict
     assert measured.verdict in Page(measured.to_html()).text
+    assert measured.headline in Page(measured.to_html()).text
     assert measured.to_dict()["verdict"] == measured.verdict
     assert measured.verdict in measured.to_markdown()
 
@@ -74,3 +75,16 @@ def test_changes() -> None:
     assert both.verdict.startswith("2 changes: cosine −1.000, by chance 0 ± 0.042; their mean keeps 0% of their norm. ")
     for shown in (" ".join(str(both).split()), Page(both.to_html()).text, both.to_markdown()):
         assert both.verdict in shown
+
+
+def test_the_headline_of_a_page_names_the_layers_and_the_first_finding() -> None:
+    state = {f"layer{i}.weight": torch.randn(8, 20, generator=torch.Generator().manual_seed(i)) for i in range(6)}
+    assert gonio.measure(state).headline == gonio.measure(state).verdict == "No findings in 6 layers."
+    for i in range(1, 5):
+        state[f"layer{i}.weight"][2] = 0
+    state["layer5.weight"][0, 0] = torch.nan
+    found = gonio.measure(state)
+    assert found.headline == (
+        f"{found.verdict} In layer5, layer1, layer2 and 2 more; the first is G001: {RULES['G001'].text.title}."
+    )
+    assert first_of([Finding("G405", "info", "", "", "", "")]).startswith("The first is G405: ")

@@ -191,7 +191,7 @@ def test_a_page_is_in_chinese() -> None:
     assert attributes["html"]["lang"] == "zh-Hans"
     assert 'lang="zh-Hans"' in part
     headings = [text for tag, text in read.texts if tag == "h2"]
-    assert headings == ["沿深度", "诊断", "范数与夹角", "谱", "附注"]
+    assert headings == ["诊断", "沿深度", "范数与夹角", "谱", "附注"]
     assert json.loads(attributes["body"]["data-words"] or "")["rows"] == "{} / {} 行"
     assert 'lang="en"' in found.to_html()
     assert not is_chinese(found.to_html())

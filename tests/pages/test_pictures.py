@@ -231,6 +231,32 @@ def test_lanes_have_a_bar_per_layer_and_their_worst_level() -> None:
     assert len(paths(marks(["", "warn", "error", "warn"], "findings"))) == 3
 
 
+def test_a_lane_of_every_layer_draws_the_small_beside_the_huge() -> None:
+    """On four decades below the largest, healthy layers would all lie below the lower edge."""
+    values = [0.02, 26_000.0, 0.0, 1.0]
+    ranges = [(0.01, 0.03), (11_000.0, 95_000.0), (0.0, 0.0), (0.9, 1.1)]
+    whole = depth_lane(Lane("norm", "n", values, ranges, every=True), [""] * 4)
+    short = depth_lane(Lane("norm", "n", values, ranges), [""] * 4)
+    assert whole is not None
+    assert short is not None
+    assert (whole.bottom, short.bottom) == ("0.01", "≤ 9.50")
+    assert whole.note == "n; orange: 0"
+    assert "stroke:var(--c2)" in whole.svg
+    heights = [float(top) for top in re.findall(r"M[\d.]+ ([\d.]+)", re.findall(r'd="([^"]*)"', str(whole.svg))[0])]
+    assert len(set(heights)) > 2
+
+
+def test_a_lane_says_where_its_axis_is_cut() -> None:
+    ranges = [(2.2e-16, 1.5), (0.4, 1.2), (0.0, 1.0)]
+    lane = depth_lane(Lane("spectrum", "n", [1.0, 1.0, 0.5], ranges), [""] * 3)
+    assert lane is not None
+    assert lane.bottom == "≤ 1.5e−04"
+    assert "≤ 1.5e−04" in lane.svg
+    full = depth_lane(Lane("spectrum", "n", [1.0, 1.0], ranges=[(0.01, 1.5), (0.4, 1.2)]), ["", ""])
+    assert full is not None
+    assert full.bottom == "0.01"
+
+
 def test_a_picture_alone_has_both_schemes_and_a_name() -> None:
     made = standalone(svg(Picture("A & B", Axis(0, 1), Axis(0, 1), (Line([0, 1], [0, 1]),)), width=200))
     assert "var(" not in made

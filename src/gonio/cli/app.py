@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from gonio.languages import Language
 
 _FORMATS = {"html": say("page"), "json": "JSON", "csv": "CSV", "md": "markdown", "tex": "LaTeX"}
-_SECONDS = 10.0  # between two lines of progress
 
 
 def print_out(text: str, *, err: bool = False) -> None:
@@ -101,34 +99,6 @@ def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callab
         if target is not None:
             save(writers[name](), target, _FORMATS[name])
     return any(target is not None for target in targets.values())
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A function of (done, total): a bar on a terminal, otherwise a line every ten seconds; on stderr."""
-    if not sys.stderr.isatty():
-        yield _lines(what)
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(local(what))
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    start = last = clock()
-
-    def update(done: int, total: int) -> None:
-        nonlocal last
-        if (now := clock()) - last >= _SECONDS:
-            last, left = now, (now - start) * (total - done) / done
-            shown = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
-            told = {"what": fixed(what), "done": done, "total": total, "time": shown}
-            print_err(say("{what}: {done} of {total}, about {time} left", **told))
-
-    return update
 
 
 # --- errors and exit codes ------------------------------------------------------------------------------
@@ -194,11 +164,26 @@ class Commands(LocalHelp, TyperGroup):
         except Exception as error:
             if type(error).__module__.startswith(("typer.", "click.")):
                 _in_plain_words(error)
+                self._near_options(error)
                 _translate(error)
                 raise
             print_err(traceback.format_exc())
             print_err(say("gonio: this is a defect of gonio; please report it with the lines above"))
             raise typer.Exit(ExitCode.DEFECT) from error
+
+    def _near_options(self, error: Any) -> None:
+        """Of an unknown option, the most similar one of its command, or else the other commands that have it."""
+        name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+        if name is None or context is None or not hasattr(error, "possibilities"):
+            return
+        having = [f"gonio {each}" for each, command in self.commands.items() if name in options_of(command)]
+        near = closest(name, options_of(context.command), count=1)
+        error.possibilities = None
+        if having:
+            told = joined(having, last=" and ")
+            error.message = str(say("No such option: {name} It is one of {commands}.", name=name, commands=told))
+        elif near:
+            error.message = str(say("No such option: {name} Did you mean {near}?", name=name, near=near[0]))
 
     def _set_defaults(self, ctx: Any) -> None:
         """Take the options that a file sets as defaults; with `--show-settings` show all settings and exit."""
@@ -224,6 +209,11 @@ class Commands(LocalHelp, TyperGroup):
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.get_short_help_str(limit=1000)) for name, command in commands])
+
+
+def options_of(command: Any) -> list[str]:
+    """The names of its options, `--help` among them."""
+    return [name for parameter in command.params for name in parameter.opts if name.startswith("-")]
 
 
 _WORDS = {
@@ -256,7 +246,7 @@ _USAGE = tuple(
             say("Missing argument {name}."),
             say("Missing option {name}."),
             say("Missing parameter {name}."),
-            say("No such option: {name} (Possible options: {names})"),
+            say("No such option: {name} It is one of {commands}."),
             say("No such option: {name} Did you mean {near}?"),
             say("No such option: {name}"),
             say("No such command {name}. Did you mean {near}?"),

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, print_err, progress, save, show
+from gonio.cli.app import ExitCode, check_folders, save, show
+from gonio.cli.progressing import progress
 from gonio.errors import InvalidArgumentError
 from gonio.messages import say
 
@@ -60,7 +61,7 @@ def check(
                     against=against,
                     jobs=jobs,
                     progress=update,
-                    describe=lambda contents: print_err(
+                    describe=lambda contents, update=update: update.about(  # type: ignore[misc]
                         say("{contents}; reading {size}", contents=contents.said, size=_size(contents.bytes))
                     ),
                 )

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import gonio
 from gonio.cli.app import check_folder
-from gonio.cli.inputs import build_model
+from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import MARKS, AdapterConfig, adapters_in
 from gonio.measuring.reading.entry import StoredTensor, clean_names
+from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.shards import open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file, small_json
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
@@ -56,7 +57,8 @@ class Checkpoint:
 
 
 def read(path: str) -> Checkpoint:
-    """Read a checkpoint as data; no code in it runs."""
+    """Read a checkpoint, or a model of a hub in the cache of this machine, as data; no code in it runs."""
+    path = in_cache(path) or path
     file = Path(path)
     files = files_in(file)[0] if file.is_dir() else [file]
     if not files[0].exists():
@@ -66,7 +68,7 @@ def read(path: str) -> Checkpoint:
     if len(files) > 1 or files[0].is_dir() or files[0].name.endswith(".index.json"):
         state, metadata = _parts(files)
     else:
-        _check_suffix(files[0].name, (".safetensors", *SUFFIXES))
+        _check_loads(files[0])
         state, metadata = _safetensors(files[0]) if files[0].suffix == ".safetensors" else _torch(files[0])
     seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
     text, expected = metadata.get(_RECIPE), metadata.get(_HASH)
@@ -176,6 +178,18 @@ def check_target(path: str) -> None:
     """Check before the work that the result can be written."""
     _check_suffix(path)
     check_folder(path)
+
+
+def _check_loads(file: Path) -> None:
+    """Refuse a file whose tensors have no names of a module's: they can be measured, and not loaded into a model."""
+    known = (".safetensors", *SUFFIXES)
+    if file.suffix in KINDS and file.suffix not in known:
+        raise InvalidArgumentError(
+            say("the weights of a model are loaded from {known}", known=listing(known)),
+            repr(file.suffix),
+            say("gonio check {file} and gonio measure {file} read it without a model.", file=file),
+        )
+    _check_suffix(file.name, known)
 
 
 def _check_suffix(path: str, known: tuple[str, ...] = _SUFFIXES) -> None:

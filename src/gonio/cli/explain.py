@@ -12,7 +12,7 @@ import typer
 from gonio.cli.app import print_out
 from gonio.errors import UnknownNameError
 from gonio.escaping import aligned
-from gonio.messages import local
+from gonio.messages import local, say
 
 
 class Listed(StrEnum):
@@ -103,4 +103,7 @@ def explain(
     elif found := in_its_language(lambda: "\n".join(explained_columns(word) or explained_rules(word))):
         print_out(found)
     else:
-        raise UnknownNameError("rule, column or claim", name, [*RULES, *titles(), *claim_names()])
+        do = say("Give a code such as G102, the title of a column such as align, or the name of a claim.")
+        placeholder = word in ("code", "rule", "column", "claim")  # typed as a page has it
+        known = [*RULES, *titles(), *claim_names()]
+        raise UnknownNameError("rule, column or claim", name, known, do=do if placeholder else "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,12 @@ from torch import Tensor, nn
 from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
+from gonio.measuring.reading.hub import snapshot
 from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.messages import say
-from gonio.models.by_name import is_user_code
+from gonio.models.by_name import ModelFactory, is_user_code
 from gonio.seeding import RandomInput
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import misfit, outputs
@@ -32,9 +31,15 @@ _MOST_NUMBERS = 2**28  # in a batch, 1 GiB; more is a typing error
 
 def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
     """A model by a name that :func:`gonio.models.resolve` takes; the same random weights for the same seed."""
-    with users_code(spec), torch.random.fork_rng(devices=[]):
+    with users_code(spec):
+        return drawn(models.resolve(spec), seed=seed, **sizes)
+
+
+def drawn(factory: ModelFactory, *, seed: int, **sizes: int) -> nn.Module:
+    """A model of a factory; the same random weights for the same seed."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return models.resolve(spec)(**sizes)
+        return factory(**sizes)
 
 
 def build_of_width(spec: str, width: int, *, seed: int) -> nn.Module:
@@ -67,17 +72,9 @@ def read_where(word: str | None) -> Selector:
 
 
 def in_cache(word: str) -> str | None:
-    """The folder of a model on a hub, `name` or `org/name`, in the cache of Hugging Face; None if it is not there."""
-    if Path(word).exists() or word in models.BUILT_IN or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", word):
-        return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{word.replace('/', '--')}"
-    named = folder / "refs" / "main"
-    if not named.is_file():
-        return None
-    commit = named.read_text(encoding="utf-8").strip()
-    found = folder / "snapshots" / commit
-    if not re.fullmatch(r"[0-9a-f]{1,64}", commit) or not found.is_dir():
+    """The folder of a model on a hub in the cache of this machine, with a message; None for any other word."""
+    found = None if Path(word).exists() or word in models.BUILT_IN else snapshot(word)
+    if found is None:
         return None
     print_err(say("{word}: the copy in the cache of this machine, {found}", word=word, found=found))
     return str(found)
@@ -89,9 +86,20 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
     path = Path(word)
     if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
         return word if key is None else CheckpointPart(word, key)
-    built = build_model(word, seed=seed)
-    print_err(say("{word} built with seed {seed}", word=word, seed=seed))
-    return built
+    if is_user_code(word):
+        built = build_model(word, seed=seed)
+        print_err(say("{word} built with seed {seed}", word=word, seed=seed))
+        return built
+    found = models.resolve(word)  # a wrong name ends here
+    print_err(
+        say(
+            "{word}: random weights (seed {seed}); nothing is downloaded. To measure trained ones name their file, or "
+            "a hub's snapshot.",
+            word=word,
+            seed=seed,
+        )
+    )
+    return drawn(found, seed=seed)
 
 
 def read_batch(word: str, *, option: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from json import dumps
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, made_now, print_err, progress, save, save_formats, show
+from gonio.cli.app import ExitCode, check_folders, made_now, print_err, save, save_formats, show
+from gonio.cli.progressing import progress
 from gonio.errors import InvalidArgumentError
 from gonio.messages import fixed, joined, local, say
 
@@ -60,6 +62,7 @@ def measure(
     from gonio.cli.config import suppression
     from gonio.cli.inputs import read_source
     from gonio.measuring.cache import cache_folder
+    from gonio.models.by_name import is_user_code
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
     check_folders(targets)
@@ -85,11 +88,14 @@ def measure(
     how |= {"extra_figures": [figure.value for figure in also or []], "deep": deep}
     how |= {"batch": _example(first, batch), "base": None if base is None else read_source(base, seed=seed)}
     how |= {"cache": None if no_cache or journal else cache_folder(os.environ)}
-    _one(first, how, suppressing, targets, fail_on)
+    drawn = not isinstance(first, (str, os.PathLike)) and model is None and not is_user_code(source)
+    notes = (say("random weights (seed {seed}), not trained ones", seed=seed),) if drawn else ()
+    _one(first, notes, how, suppressing, targets, fail_on)
 
 
 def _one(
     source: Any,
+    notes: tuple[str, ...],
     how: dict[str, Any],
     suppressing: Suppression | None,
     targets: dict[str, str | None],
@@ -99,6 +105,7 @@ def _one(
 
     with progress("measuring") as update:
         found = measuring.measure(source, progress=update, **how)
+    found = replace(found, notes=(*notes, *found.notes))
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(source, (str, os.PathLike)) else source)
     if _write(found, targets):

@@ -18,7 +18,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
-from gonio.measuring.findings.verdicts import verdict
+from gonio.measuring.findings.verdicts import first_of, verdict
 from gonio.measuring.reading.entry import FACTOR, LOW_RANK
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
@@ -105,6 +105,11 @@ class Measurements(Table[TensorMeasurement]):
         if not self.layers and not self.findings:
             return say("Nothing was measured: no tensor is known to be a stack of filters.")
         return verdict(self.findings, [layer.path for layer in self.layers])
+
+    @property
+    def headline(self) -> Message:
+        """The verdict of a page: it names the layers, and the first finding."""
+        return joined([self.verdict, *([first_of(self.findings)] if self.findings else [])], " ")
 
     @property
     def coverage(self) -> Message:

@@ -24,9 +24,11 @@ from torch import nn
 from gonio.errors import (
     InvalidArgumentError,
     UnknownNameError,
+    closest,
     listing,
 )
-from gonio.messages import say
+from gonio.measuring.reading.hub import how_to_fetch
+from gonio.messages import joined, say
 from gonio.models.built_in import BUILT_IN
 from gonio.surgery.configured import Configured, configured, load_library, model_class
 
@@ -99,9 +101,14 @@ def resolve(spec: str) -> ModelFactory:
 
 def _elsewhere(name: str) -> str:
     """What a name that is not built in may stand for: a model of an installed library, or one on a hub."""
+    file, colon, function = name.rpartition(":")
+    if colon and function.isidentifier() and not closest(file, LIBRARIES):
+        return say(
+            "For a function of your own write FILE.py:FUNCTION, e.g. {file}.py:{name}.", file=file, name=function
+        )
     if "/" in name or name in _folders("transformers"):
-        kind = f", or transformers:{name} for random weights" if "/" not in name else ""
-        return f"Nothing is downloaded: give a folder or a file of its weights on this machine{kind}."
+        kind = say(" For random weights write transformers:{name}.", name=name) if "/" not in name else ""
+        return joined([how_to_fetch(name), kind], "")
     holding = [library for library in ("timm", "torchvision") if name.isidentifier() and _defines(library, name)]
     return f"Did you mean {' or '.join(f'{library}:{name}' for library in holding)}?" if holding else ""
 

@@ -20,6 +20,7 @@ WIDTH, HEIGHT, MARKS = 1000, 56, 16  # of a lane, in units of its SVG; height of
 BARS = 500  # of a chart, at most
 _LOG = 30.0  # ratio of the largest to the smallest value from which a lane is logarithmic
 _DECADES = 1e4  # of a logarithmic lane, at most; smaller values lie on its lower edge
+_WIDEST = 1e12  # the same of a lane that shows every layer
 LEVELS = {"": ("quiet", 0.4), "info": ("c1", 0.6), "warn": ("c5", 0.8), "error": ("c2", 1.0)}  # colour, height of mark
 _STAGES = 12  # names of parts of the model below a chart, at most
 
@@ -35,6 +36,7 @@ class Lane:
         middles: the value, or the median. ranges: smallest and largest value.
         chance: the value for random weights.
         others: the values of the same layers in other models.
+        every: whether a logarithmic axis reaches down to the smallest middle value, however far apart they are.
         scale: "linear", or "auto" for a logarithmic one where the values are far apart.
     """
 
@@ -44,6 +46,7 @@ class Lane:
     ranges: Sequence[Range | None] = ()
     chance: Values = ()
     others: Sequence[Values] = ()
+    every: bool = False
     scale: Literal["linear", "auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -118,17 +121,22 @@ def depth_lane(lane: Lane, levels: Sequence[str], over: str = "depth") -> DrawnL
     marks += [_ticks(lane.chance, "ink", 1.0, 0.0)] if lane.chance else []
     marks += [_ticks(other, ("c6", "c3", "c4", "c7")[i % 4], 3.0) for i, other in enumerate(lane.others, start=1)]
     marks += [_ticks(lane.middles, "ink", 2.0)] if lane.ranges else []
+    zeros = [y.log and pair is not None and pair[1] == 0 for pair in ranges]  # no place on a logarithmic axis
+    marks += [_ticks([y.low if zero else None for zero in zeros], "c2", 4.0)] if any(zeros) else []
     top, bottom = number(y.high), number(y.low)
+    cut = any(pair is not None and pair[0] < y.low and not zero for pair, zero in zip(ranges, zeros, strict=True))
+    bottom = f"≤ {bottom}" if cut else bottom
+    note = say("{note}; orange: 0", note=lane.note) if any(zeros) else lane.note
     title = say(
         "{title} over {over}: {note}; from {bottom} to {top}",
         title=lane.title,
         over=fixed(over),
-        note=lane.note,
+        note=note,
         bottom=bottom,
         top=top,
     )
     picture = Picture(title, Axis(0.0, len(levels)), y, tuple(marks))
-    return DrawnLane(lane.title, lane.note, top, bottom, bare(picture, WIDTH, HEIGHT, digits=1))
+    return DrawnLane(lane.title, note, top, bottom, bare(picture, WIDTH, HEIGHT, digits=1))
 
 
 def marks(levels: Sequence[str], title: str) -> Any:
@@ -155,8 +163,11 @@ def _ticks(values: Values, color: str, width: float, margin: float = 0.15) -> Li
 
 
 def _axis(known: Sequence[float], lane: Lane) -> Axis:
+    """Logarithmic where values are far apart."""
     low, high = min(known), max(known)
-    least = max(min((value for value in known if value > 0), default=high), high / _DECADES)
+    middle = min((value for value in lane.middles if value is not None and 0 < value < math.inf), default=high)
+    edge = max(min(high / _DECADES, middle / 10), high / _WIDEST) if lane.every else high / _DECADES
+    least = max(min((value for value in known if value > 0), default=high), edge)
     if lane.scale == "auto" and high > _LOG * least > 0 and low >= 0:
         return Axis(least, high, log=True)
     if not lane.ranges or 0 <= low < 0.4 * high:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from gonio.measuring.findings.rules import Finding
-from gonio.messages import Message, counted, joined, say
+from gonio.errors import listing
+from gonio.measuring.findings.rules import RULES, Finding
+from gonio.messages import Message, counted, fixed, joined, say
+
+_NAMED = 3  # layers in a headline, at most
 
 
 def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "layer") -> Message:
@@ -43,3 +46,19 @@ def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "la
         places.append(say("the model as a whole"))
     found, where = joined(said, last=" and "), joined(places, last=" and ")
     return say("{found} in {places}.", found=found, places=where)
+
+
+def first_of(findings: Sequence[Finding]) -> Message:
+    """Where the findings are and what the first of them is, as a sentence; findings are worst first.
+
+    Example:
+        >>> from gonio.measuring.findings.rules import Finding
+        >>> from gonio.measuring.findings.verdicts import first_of
+        >>> first_of([Finding("G102", "warn", "conv2", "", "", ""), Finding("G203", "warn", "fc", "", "", "")])
+        'In conv2, fc; the first is G102: filters that are exactly 0 beside others that are not.'
+    """
+    first = say("{code}: {title}", code=findings[0].code, title=fixed(RULES[findings[0].code].text.title))
+    paths = list(dict.fromkeys(finding.path for finding in findings if finding.path))
+    if not paths:
+        return say("The first is {first}.", first=first)
+    return say("In {paths}; the first is {first}.", paths=listing(paths, limit=_NAMED), first=first)

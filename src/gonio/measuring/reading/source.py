@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -38,6 +39,7 @@ from gonio.measuring.reading.entry import (
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.gaps import missing_in_blocks
+from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
@@ -311,13 +313,23 @@ def _no_source(given: object) -> InvalidArgumentError:
 
 def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     """The error for a path without a file; it names similar files in the folder."""
-    path = Path(path)
+    word, path = os.fspath(path), Path(path)
+    if is_address(word):
+        word = re.sub(r":/+", "://", word, count=1)
+        return UnreadableFileError(redact(word), "it is an address, and no file", how_to_fetch(word))
     if ".py:" in path.name:
         do = "In Python pass the model itself; FILE.py:NAME is a word of the command line."
         return UnreadableFileError(str(path), "there is no such file", do)
     near = closest(path.name, (file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()))
     paths = joined([str(path.with_name(name)) for name in near], " or ")
-    do = say("Did you mean {near}?", near=paths) if near else "Check the path."
+    do = say("Did you mean {near}?", near=paths) if near else say("Check the path.")
+    if (
+        not near
+        and name_on_hub(word)
+        and path.suffix not in _MODELS
+        and (word == path.name or not path.parent.exists())
+    ):
+        do = joined([do, how_to_fetch(word)], " ")
     return UnreadableFileError(str(path), "there is no such file", do)
 
 
@@ -351,7 +363,8 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
         if standard := [file for file in found if file.name in _STANDARD]:
             return standard[:1], [file for file in found if file != standard[0]]
         if found:
-            names = ", ".join(f.name for f in found[:8])
+            every = sorted({file for kind in _PATTERNS for file in folder.glob(kind)})
+            names = listing([plain(file.name) for file in every], limit=8)
             raise UnreadableFileError(str(folder), say("it holds several: {names}", names=names), "Name one of them.")
     raise _no_checkpoint(folder)
 

@@ -155,7 +155,8 @@ def measured_lanes(tensors: Sequence[TensorMeasurement]) -> list[Lane]:
     ]
     return [
         Lane("norm", "of a filter: smallest, median, largest",
-             [five[2] if five else None for five in norms], [(five[0], five[-1]) if five else None for five in norms]),
+             [five[2] if five else None for five in norms], [(five[0], five[-1]) if five else None for five in norms],
+             every=True),
         Lane("angle", "between filters, degrees: mean ± standard deviation", [t.angle_mean for t in tensors], spread,
              scale="linear"),
         Lane("alignment", "d · mean cos², dashed: random weights", [t.alignment for t in tensors],
@@ -210,7 +211,7 @@ def side_by_side(measured: Sequence[Any], columns: Sequence[Column[TensorMeasure
 def changed_lanes(tensors: Sequence[Any]) -> list[Lane]:
     """The change of every tensor along the depth of a model."""
     return [
-        Lane("change", "norm of the difference over the norm before", [t.relative for t in tensors]),
+        Lane("change", "norm of the difference over the norm before", [t.relative for t in tensors], every=True),
         Lane("angle", "of the filters before and after, degrees: mean", [t.angle_mean for t in tensors]),
         Lane("norm ratio", "norm after over before; dashed: 1", [t.norm_ratio for t in tensors],
              chance=[None if t.norm_ratio is None else 1.0 for t in tensors]),
@@ -235,6 +236,8 @@ def angle_columns(tensors: Sequence[TensorMeasurement]) -> tuple[More, ...]:
     norms = [value for t in tensors for value in t.norm_quantiles or () if value > 0]
 
     def box(t: TensorMeasurement) -> Any:
+        if t.norm_quantiles and not t.norm_quantiles[-1]:
+            return "0"  # which has no place on a logarithmic axis
         return spark(layer_norms(t.norm_quantiles, min(norms), max(norms)) if norms and t.norm_quantiles else None)
 
     def closest(t: TensorMeasurement) -> str:
