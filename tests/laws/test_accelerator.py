@@ -31,7 +31,8 @@ ONCE = {"conv_orthogonality.py _form", "spectral_views.py to"}
 ALLOWED = {
     "build": {*ONCE, "scale_shift.py reason_to_skip"},
     "first tick": ONCE,
-    "step": ONCE,  # the first for the geometry of a convolution
+    # the first for the geometry of a convolution, and of a spectral norm whose vectors were copied with the weight
+    "step": {*ONCE, "spectral_norm.py _belongs_to"},
     "evaluation": ONCE,
     "add_grads_": {"conv_orthogonality.py _form"},  # kept for real tensors, of which a fake one has no copy
     "values": {"penalty.py <dictcomp>", "penalty.py values"},

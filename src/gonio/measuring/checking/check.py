@@ -263,7 +263,7 @@ def check(
     adapters, config = _adapters(held)
     parts = {part for adapter in adapters for part in adapter.parts}
     folder = _folder(held)
-    padding = 0 if folder is None else padding_beside(small_json(folder / "config.json"))
+    padding = padding_beside({} if folder is None else small_json(folder / "config.json"))
     known_parts = [replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned]
     tensors = among_others(known_parts, padding=padding)
     changes = [] if known is None else list(_changes(tensors, known))

@@ -19,8 +19,8 @@ from gonio.measuring.findings.rules import (
     zero_filters,
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
-from gonio.measuring.reading.entry import has_bias, infer, negative_variances, stores_inputs_first
-from gonio.measuring.reading.source import padding_row
+from gonio.measuring.reading.entry import USUAL_PADDING, has_bias, infer, negative_variances, stores_inputs_first
+from gonio.measuring.reading.source import padding_rows, tables_in
 from gonio.messages import counted, say
 
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
@@ -40,11 +40,13 @@ def of_files(problems: Iterable[Problem]) -> list[Finding]:
     return findings_by(FILE_RULES, ((problem, problem.path) for problem in problems))
 
 
-def among_others(tensors: Sequence[TensorCheck], *, padding: int = 0) -> tuple[TensorCheck, ...]:
+def among_others(
+    tensors: Sequence[TensorCheck], *, padding: tuple[int, ...] = USUAL_PADDING
+) -> tuple[TensorCheck, ...]:
     """The tensors of one file, each matrix with its distance from its siblings, and with what its rows are.
 
     Args:
-        padding: the row of padding of embeddings.
+        padding: the rows that may be the padding of embeddings.
     """
     own = [t for t in tensors if not t.beside]
     known = places((t.name, t.shape, t.norm) for t in own if t.norm is not None)
@@ -61,10 +63,12 @@ def among_others(tensors: Sequence[TensorCheck], *, padding: int = 0) -> tuple[T
         told = len(t.shape) > 2 or has_bias(t.name, shapes) or t.name in known
         return told and layout is not None and not layout.transposed
 
+    tables = tables_in(shapes)
+
     def with_rows(t: TensorCheck) -> TensorCheck:
         if t.beside or t.adapter or not (t.equal_rows or t.zero_rows == 1):
             return t
-        return replace(t, layer=t.equal_rows > 0 and is_layer(t), padding=padding_row(t.name, shapes, padding))
+        return replace(t, layer=t.equal_rows > 0 and is_layer(t), padding=padding_rows(t.shape, padding, tables))
 
     placed = (replace(t, **asdict(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
     return tuple(map(with_rows, placed))
@@ -96,7 +100,7 @@ def _zero_rows(t: TensorCheck) -> str | None:
 
 def _padded(t: TensorCheck) -> bool:
     """Whether its one row of zeros may be the padding of an embedding."""
-    return t.zero_rows == 1 and t.zero_indices[:1] == (t.padding,)
+    return t.zero_rows == 1 and t.zero_indices[0] in t.padding
 
 
 @rule("G105", VALUE_RULES)

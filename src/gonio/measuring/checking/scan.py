@@ -62,8 +62,8 @@ class TensorCheck:
             that equals an earlier one, and that one, the first thousand.
         layer: of a tensor with equal rows, whether rows are the filters of a layer: it is called a weight, and has more
             than two dimensions, a bias, or siblings. Rows of a table can be equal because their tokens never occur.
-        padding: of a matrix with one row of zeros, or with equal ones, the row that is 0 if it is an embedding with
-            padding; None if it cannot be one.
+        padding: of a matrix with one row of zeros, or with equal ones, the rows of which one is 0 if it is an embedding
+            with padding; empty if it cannot be one.
         negative: number of negative values of a tensor that holds running variances; 0 for any other.
         adapter: whether it is a part of an adapter: rows of B that no gradient has reached are 0.
         zero, constant: whether every value is 0; whether all values are the same.
@@ -95,7 +95,7 @@ class TensorCheck:
     constant_indices: tuple[int, ...] = ()
     equal_pairs: tuple[tuple[int, int], ...] = ()
     layer: bool = False
-    padding: int | None = None
+    padding: tuple[int, ...] = ()
     negative: int = 0
     adapter: bool = False
     zero: bool = False

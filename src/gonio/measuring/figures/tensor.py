@@ -368,7 +368,7 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     if entry.inferred and (why := why_no_filters(tensor, lone=lone)):
         return _row(entry, **known, status="no filters", reason=why, notes=notes)
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
-    if entry.padding is not None and values["zero_filters"] == 1 and not tensor[entry.padding].any():
+    if values["zero_filters"] == 1 and values["zero_indices"][0] in entry.padding:
         values["notes"] = (*values["notes"], MAYBE_PADDING)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
     values["notes"] = (*values["notes"], *([said] if said else []))

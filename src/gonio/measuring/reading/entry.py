@@ -22,6 +22,7 @@ from gonio.messages import Message, are, counted, say
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
 NEGATIVE = "negative"  # the end of the note on running variances below 0
+USUAL_PADDING = (0, 1)  # the first row, as in BERT and T5, or the second one, as in RoBERTa, BART and MPNet
 MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
 # The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
 FIXED = "a table that is not trained, in a model that is"
@@ -46,7 +47,7 @@ class TensorEntry:
             plain model. "unknown" for a weight whose values are not known: `load` gives NaN, `reason` says why.
         weight_name: of a computed weight, its name in the plain model, if `name` is another one.
         inferred: whether the layout follows from name and shape alone, so that the values are held against it.
-        padding: of a matrix in a file that may be an embedding, the row that is 0 if it has a padding row.
+        padding: of a matrix in a file that may be an embedding, the rows of which one is 0 if it has a padding row.
     """
 
     name: str
@@ -60,7 +61,7 @@ class TensorEntry:
     role: Literal["", "part", "adapter", "unknown"] = ""
     weight_name: str = ""
     inferred: bool = False
-    padding: int | None = None
+    padding: tuple[int, ...] = ()
 
     @property
     def path(self) -> str:

@@ -26,6 +26,7 @@ from gonio.measuring.reading.entry import (
     FACTOR,
     LINEAR,
     TABLE,
+    USUAL_PADDING,
     Axes,
     Shapes,
     StoredTensor,
@@ -141,14 +142,18 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
 
 
-def padding_row(name: str, shapes: Shapes, row: int) -> int | None:
-    """The row of a matrix that is 0 if it is an embedding with padding; None if it cannot be one.
+def tables_in(shapes: Shapes) -> frozenset[tuple[int, ...]]:
+    """The shapes of matrices without a bias, which may be embeddings."""
+    return frozenset(shape for name, shape in shapes.items() if len(shape) == 2 and not has_bias(name, shapes))
+
+
+def padding_rows(shape: tuple[int, ...], rows: tuple[int, ...], tables: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    """The rows of a tensor of which one is 0 if it is an embedding with padding, or tied to one; empty if it cannot be.
 
     Args:
-        row: of the padding, as :func:`padding_beside` gives it.
+        rows: of the padding, as :func:`padding_beside` gives them. `tables`: of :func:`tables_in`.
     """
-    shape = shapes[name]
-    return row if len(shape) == 2 and row < shape[0] and not has_bias(name, shapes) else None
+    return tuple(row for row in rows if row < shape[0]) if len(shape) == 2 and shape in tables else ()
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class _Beside:
 
     quantization: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Any] = field(default_factory=dict)
-    padding: int = 0
+    padding: tuple[int, ...] = USUAL_PADDING
     vocabulary: int | None = None
 
 
@@ -171,7 +176,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
         else {}
     )
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
-    inputs_first = stores_inputs_first(shapes)
+    inputs_first, tables = stores_inputs_first(shapes), tables_in(shapes)
     read = {name: infer(name, shapes, inputs_first=inputs_first) for name in plainly if name not in weights}
     layers = {name for names in families(shapes) for name in names} | {n for n in shapes if has_bias(n, shapes)}
     stacks = stacks_in(shapes, [name for name, (layout, *_) in read.items() if layout is None or untold(name, shapes)])
@@ -185,7 +190,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
             notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
-            made = replace(made, padding=padding_row(name, shapes, beside.padding))
+            made = replace(made, padding=padding_rows(shapes[name], beside.padding, tables))
             made = stacks[name].entry(made) if name in stacks else made
             yield _without_batch(replace(made, role="adapter", kind=FACTOR) if name in of_adapters else made)
         elif weight.parts[0] == name:
@@ -288,17 +293,17 @@ def _beside(folder: Path) -> _Beside:
     if not isinstance(found, dict):
         found = older or oldest
     text = config.get("text_config")
-    row = padding_beside(config)
+    rows = padding_beside(config)
     vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     known = vocabulary if isinstance(vocabulary, int) else None
-    return _Beside(found, adapters, row, known)
+    return _Beside(found, adapters, rows, known)
 
 
-def padding_beside(config: Mapping[str, Any]) -> int:
-    """The row of padding in embeddings that a `config.json` names, or that of torch's own examples, 0."""
+def padding_beside(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The row of padding in embeddings that a `config.json` names, or the usual ones."""
     text = config.get("text_config")
     padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
-    return padding if isinstance(padding, int) and padding >= 0 else 0
+    return (padding,) if isinstance(padding, int) and padding >= 0 else USUAL_PADDING
 
 
 def _no_source(given: object) -> InvalidArgumentError:
