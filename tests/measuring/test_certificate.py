@@ -458,7 +458,7 @@ def test_a_network_that_ignores_its_input():
 
 # --- timm ---------------------------------------------------------------------------------------------
 
-BOUNDED = ("densenet121", "mobilenetv1_100", "mobilenetv2_050", "regnetx_002", "resnext26ts")
+BOUNDED = ("densenet121", "mobilenetv1_100", "mobilenetv2_050", "nf_resnet26", "regnetx_002", "resnext26ts")
 REFUSED = {
     "mobilenetv3_small_050": "'blocks.0.0.se.mul'",
     "regnety_002": "'s1.b1.se.mul'",
@@ -469,7 +469,6 @@ REFUSED = {
     "convnext_atto": "'stem.1'",
     "poolformer_s12": "'stages.0.blocks.0.norm1'",
     "ghostnet_050": "'blocks.3.0.se.mul'",
-    "nf_resnet26": "'stem.conv'",
     "xcit_nano_12_p16_224": "'blocks.0.norm1'",
     "resmlp_12_224": "'blocks.0.norm1'",
     "levit_128s": "'stages.0.blocks.0.attn'",
