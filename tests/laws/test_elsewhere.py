@@ -41,7 +41,6 @@ def done(once: Callable[[str, Callable[[Path], object]], Path]) -> dict[str, Any
     return json.loads(once("elsewhere.json", record).read_text())
 
 
-@pytest.mark.matrix("second device")
 @pytest.mark.parametrize("name", WORK)
 def test_the_same_on_another_device(name: str, done: dict[str, Any]) -> None:
     assert not isinstance(done[name], str), f"{name} raised:\n{done[name]}"
