@@ -21,6 +21,7 @@ EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than plan
 GRAM_BLOCK = 1024  # rows and columns of one Gram block
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
 ROUNDING = 1e-6  # of a float32 cosine
+RECALL = 0.999
 
 # Of banded sign hashing:
 BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
@@ -90,7 +91,7 @@ class NearDuplicates:
         return f"{head}; {search}{capped if self.capped else ''}"
 
 
-def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
+def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = RECALL, seed: int = 0) -> NearDuplicates:
     r"""All pairs of rows with :math:`|\cos\theta| \ge` `cosine`: duplicates and antipodes.
 
     Small sets, and sets for which hashing would cost more, are searched exactly in blocks of the Gram matrix. Other
@@ -139,6 +140,39 @@ def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = 0.9
         parts = (torch.stack([part // len(unit), part % len(unit)], -1) for part in codes.split(VERIFY))
         pairs, cosines = _verified(parts, lambda rows: unit[rows], least)
         return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "hashed", search.recall, capped)
+
+
+def earliest_parallel(vectors: Tensor, *, cosine: float) -> Tensor:
+    """For each row the number of the first row with this absolute cosine or a larger one to it, or its own number.
+
+    Pairs are not stored, so that memory grows with the rows alone. A zero row has its own number.
+
+    Shape: (n, d) → (n,), integers on the CPU.
+    """
+    with torch.no_grad(), full_precision(vectors):
+        unit, kept = _directions(vectors)
+        found = torch.arange(len(unit), device=unit.device)
+        if len(unit) > EXACT_SIZE and cheapest_search(unit, cosine, RECALL, 0) is not None:
+            first, second = near_duplicates(unit, cosine=cosine, recall=RECALL).pairs.unbind(1)
+            found.scatter_reduce_(0, second, first, "amin")
+        else:
+            _first_of_each_(found, unit, cosine)
+        earliest = torch.arange(len(vectors))
+        earliest[kept.cpu()] = kept[found].cpu()
+        return earliest
+
+
+def _first_of_each_(found: Tensor, unit: Tensor, cosine: float) -> None:
+    """Write the first parallel row of each; a row that has one is compared with no later ones."""
+    open_rows = torch.arange(len(unit), device=unit.device)
+    for start in range(0, len(unit), GRAM_BLOCK):
+        open_rows = open_rows[(open_rows > start) & (found[open_rows] == open_rows)]
+        block = unit[start : start + GRAM_BLOCK]
+        numbers = torch.arange(start, start + len(block), device=unit.device)
+        for rows in open_rows.split(GRAM_BLOCK):
+            hit = ((unit[rows] @ block.mT).abs() >= cosine) & (numbers < rows[:, None])
+            has, first = hit.max(1)  # the first of equal ones
+            found[rows[has]] = numbers[first[has]]
 
 
 def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
