@@ -214,7 +214,7 @@ def test_refusals(vectors: Tensor, options: dict[str, float], message: str) -> N
         sign_hash(torch.zeros(2, 3), 0)
 
 
-@pytest.mark.parametrize(("n", "d"), [(0, 3), (5, 1), (3000, 2), (2000, 3), (9000, 2), (9000, 40)])
+@pytest.mark.parametrize(("n", "d"), [(0, 3), (5, 1), (3000, 2), (2000, 3), (9000, 2), (9000, 40), (30000, 4)])
 def test_the_earliest_parallel_row_is_that_of_all_pairs(n: int, d: int) -> None:
     vectors = seeded(n, d)
     if n > 5:

@@ -19,6 +19,7 @@ from gonio.seeding import generator
 
 EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
 GRAM_BLOCK = 1024  # rows and columns of one Gram block
+COMPARED = 2e12  # multiplications, see Note [Costs]: half a minute of one core
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
 ROUNDING = 1e-6  # of a float32 cosine
 RECALL = 0.999
@@ -145,21 +146,43 @@ def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = REC
 def earliest_parallel(vectors: Tensor, *, cosine: float) -> Tensor:
     """For each row the number of the first row with this absolute cosine or a larger one to it, or its own number.
 
-    Pairs are not stored, so that memory grows with the rows alone. A zero row has its own number.
+    Pairs are not stored, so that memory grows with the rows alone. Of more rows than can be compared in
+    :data:`COMPARED` multiplications only those with equal directions are found. A zero row has its own number.
 
     Shape: (n, d) → (n,), integers on the CPU.
     """
     with torch.no_grad(), full_precision(vectors):
         unit, kept = _directions(vectors)
-        found = torch.arange(len(unit), device=unit.device)
-        if len(unit) > EXACT_SIZE and cheapest_search(unit, cosine, RECALL, 0) is not None:
-            first, second = near_duplicates(unit, cosine=cosine, recall=RECALL).pairs.unbind(1)
+        leaders, group = _of_equal_rows(unit)
+        some = unit[leaders] if len(leaders) < len(unit) else unit
+        n, d = some.shape
+        found = torch.arange(n, device=unit.device)
+        if n > EXACT_SIZE and cheapest_search(some, cosine, RECALL, 0) is not None:
+            first, second = near_duplicates(some, cosine=cosine, recall=RECALL).pairs.unbind(1)
             found.scatter_reduce_(0, second, first, "amin")
-        else:
-            _first_of_each_(found, unit, cosine)
+        elif n * n / 2 * (d + ENTRY_COST) <= COMPARED:
+            _first_of_each_(found, some, cosine)
         earliest = torch.arange(len(vectors))
-        earliest[kept.cpu()] = kept[found].cpu()
+        earliest[kept.cpu()] = kept[leaders[found[group]]].cpu()
         return earliest
+
+
+def _of_equal_rows(unit: Tensor) -> tuple[Tensor, Tensor]:
+    """The first rows of all directions, equal up to the sign and to the last bit, and the place of each row's there."""
+    keys, rows = unit.new_empty(len(unit), dtype=torch.long), torch.arange(len(unit), device=unit.device)
+    for start, block in row_blocks(unit):
+        first = block.gather(1, (block != 0).int().argmax(1, keepdim=True)).sign()
+        bits = (block * first + 0.0).view(torch.int32).long()  # −0 becomes 0
+        draw = generator(0, "equal rows", bits.shape[1])
+        factors = torch.randint(1 << 62, (bits.shape[1],), generator=draw).to(unit.device)
+        keys[start : start + len(block)] = (bits * factors).sum(1)
+    _, key = keys.unique(return_inverse=True)
+    leader = rows.new_full((len(unit),), len(unit)).scatter_reduce_(0, key, rows, "amin")[key]
+    for start, block in row_blocks(unit):  # two directions with one key are told apart
+        own = rows[start : start + len(block)]
+        led = unit[leader[own]]
+        leader[own] = torch.where(((block == led).all(1) | (block == -led).all(1)), leader[own], own)
+    return leader.unique(return_inverse=True)
 
 
 def _first_of_each_(found: Tensor, unit: Tensor, cosine: float) -> None:
