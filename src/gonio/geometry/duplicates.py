@@ -211,11 +211,13 @@ def _exact_search(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
     n = len(unit)
     pairs, cosines = [unit.new_zeros(0, 2, dtype=torch.long)], [unit.new_zeros(0)]
     room, left = max(EXACT_SIZE**2 // 2, n * BUCKET_LIMIT), 0
+    held = unit.new_empty(min(n, GRAM_BLOCK) ** 2)  # new blocks between kept pairs would scatter over the heap
     for i, j in combinations_with_replacement(range(0, n, GRAM_BLOCK), 2):
         if room < 0:
             left = n - i
             break
-        gram = unit[i : i + GRAM_BLOCK] @ unit[j : j + GRAM_BLOCK].mT
+        one, other = unit[i : i + GRAM_BLOCK], unit[j : j + GRAM_BLOCK]
+        gram = torch.mm(one, other.mT, out=held[: len(one) * len(other)].view(len(one), len(other)))
         # Most rows have no hit; two reductions find the rows that have one in a quarter of the time.
         rows = ((gram.amax(1) >= cosine) | (gram.amin(1) <= -cosine)).nonzero()
         hit = (gram[rows[:, 0]].abs() >= cosine).nonzero()
