@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from gonio.editing.wrapping import run_eagerly, unwrapped
+from gonio.editing.where import run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.escaping import json_data, printed
 from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient

@@ -28,9 +28,8 @@ from gonio.measuring.findings.rules import Finding, findings_by
 from gonio.measuring.findings.state_rules import STATE_RULES
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.showing.live import SECONDS, LivePage, checked_page
 from gonio.measuring.showing.table import frame_from
-from gonio.measuring.showing.training import training_page
+from gonio.measuring.showing.training import SECONDS, LivePage, checked_page, training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.attention import ATTENTION, AttentionFigures, attention_rows
 from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of

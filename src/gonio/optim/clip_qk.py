@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, parameter_ids, real_optimizers, watch
-from gonio.editing.where import Where, as_selector, sites
-from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
+from gonio.editing.where import Where, as_selector, is_replicated, refuse_shards, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.messages import counted, say
 from gonio.optim.holding import step_of_hold

@@ -9,8 +9,7 @@ from typing import Any, overload
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gonio.editing.where import sites
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import sites, unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.weights import view_shape, weights_of

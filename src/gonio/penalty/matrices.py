@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import Site, sites
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import Site, sites, unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
 from gonio.penalty.decay import Groups, check_decay, decay_reasons

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from gonio.editing.where import sites
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import sites, unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.init.mup import Growth, Rule, entry_growth, growth
 from gonio.penalty.decay import Groups, check_decay, decay_reasons

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import Where
-from gonio.editing.wrapping import refuse_flat_shards
+from gonio.editing.where import Where, refuse_flat_shards
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group

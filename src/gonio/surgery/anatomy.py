@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Logits, Mlp
 from gonio.surgery.equivalent import generated_example

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 from gonio.editing.edit import Edit
 from gonio.editing.twin import evaluating
-from gonio.editing.where import sites
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.messages import Message, say
 from gonio.seeding import generator

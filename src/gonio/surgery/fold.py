@@ -11,8 +11,7 @@ from torch.nn.utils import parametrize
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, as_selector, sites
-from gonio.editing.wrapping import refuse_shards, unwrapped
+from gonio.editing.where import Site, Where, as_selector, refuse_shards, sites, unwrapped
 from gonio.errors import NoMatchError, NotApplicableError, listing
 from gonio.geometry.views import layout_of, matrix_view, unview
 from gonio.messages import say

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from gonio.editing.twin import twin_of
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
 from gonio.messages import fixed, say
 from gonio.surgery.facts import (
     ACTIVATIONS,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select
-from gonio.editing.wrapping import refuse_flat_shards, unwrapped
+from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view

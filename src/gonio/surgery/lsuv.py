@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, select, sites
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import layout_of
 from gonio.messages import counted, say

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select
-from gonio.editing.wrapping import refuse_flat_shards, unwrapped
+from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
 from gonio.geometry.norms import whole

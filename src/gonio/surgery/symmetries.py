@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from gonio.editing.twin import evaluating, set_tensors_
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
 from gonio.errors import listing
 from gonio.messages import say
 from gonio.seeding import generator

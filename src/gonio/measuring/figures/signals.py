@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gonio.editing.twin import evaluating, set_tensors_
-from gonio.editing.wrapping import is_sharded
+from gonio.editing.where import is_sharded
 from gonio.execution import several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
