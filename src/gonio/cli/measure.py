@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from json import dumps
 from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, made_now, print_err, save, save_formats, show
+from gonio.cli.app import ExitCode, check_folders, made_now, print_err, save_formats, show
 from gonio.cli.progressing import progress
 from gonio.errors import InvalidArgumentError
 from gonio.messages import fixed, joined, local, say
 
 if TYPE_CHECKING:
-    from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Suppression, Widths
+    from gonio.measuring import Changes, Differences, Finding, Measurements, Suppression, Widths
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
@@ -82,7 +81,9 @@ def measure(
     _refuse("--model", {"--base": base, "--key": key, **spread} if model else {})
     first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source), model)
     if headers:
-        _write_outline(measuring.outline(first), json)
+        outline = measuring.outline(first)
+        if not save_formats({"json": json}, {"json": outline.to_json}):
+            show(outline)
         return
     suppressing = suppression(config, ignore or [])
     how |= {"extra_figures": [figure.value for figure in also or []], "deep": deep}
@@ -181,13 +182,6 @@ def _write(found: Measurements | Differences | Changes | Widths, targets: dict[s
     if not saved:
         show(found)
     return saved
-
-
-def _write_outline(outline: Outline, json: str | None) -> None:
-    if json is None:
-        show(outline)
-    else:
-        save(dumps(outline.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
 
 
 def _summarise(found: Sequence[Finding]) -> None:

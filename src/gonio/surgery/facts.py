@@ -241,7 +241,8 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
     """
     random = generator(0, "facts")
     try:
-        twin = copy.deepcopy(module).to_empty(device="cpu") if _on_meta(module) else copy.deepcopy(module).cpu()
+        on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        twin = copy.deepcopy(module).to_empty(device="cpu") if on_meta else copy.deepcopy(module).cpu()
     except Exception:  # the layer's own code can raise anything
         return UNKNOWN
     twin = twin.double().train()
@@ -263,10 +264,6 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
         scale = _alike(first, doubled)
         return Facts(scale, scale and _alike(first, shifted), _alike(2 * first, doubled))
     return UNKNOWN
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -447,8 +447,7 @@ def _windows(texts: list[bytes], count: int) -> Split:
     """The first windows of each file in turn, each with the byte that follows."""
     pieces: list[bytes] = []
     for text in texts:
-        last = min(len(text) - 1, _PER_FILE * _CONTEXT)
-        pieces += [text[at : at + _CONTEXT + 1] for at in range(0, last - _CONTEXT + 1, _CONTEXT)]
+        pieces += _pieces(text[: _PER_FILE * _CONTEXT + 1])
     if len(pieces) < count:
         raise InvalidArgumentError(
             f"the task 'bytes' needs {count} windows of {_CONTEXT} bytes from one split of the standard library",

@@ -98,7 +98,11 @@ def torchvision_dataset(spec: str) -> Task:
 
 def image_task(name: str, parts: Sequence[Images]) -> Task:
     """A classification task from one, two or three parts: all; train and test; train, validation, test."""
-    found = _in_memory(parts) or _streamed(parts)
+    found: Sequence[Examples] = _in_memory(parts)
+    if not found:  # in the shape that :func:`_stacked` gives some of them
+        probed = [part.load(index) for part in parts for index in part.probed]
+        shape = tuple(_stacked(probed, torch.zeros(len(probed))).inputs.shape[1:])
+        found = [ItemSet(replace(part, shape=shape)) for part in parts]
     train, validation, test = _three(found)
     step = max(1, len(train) // _AVERAGED) if isinstance(train, ItemSet) else 1
     seen = train.take(range(0, len(train), step))
@@ -134,13 +138,6 @@ def _in_memory(parts: Sequence[Images]) -> list[Split]:
     return [Split(inputs, targets) for inputs, targets in split]
 
 
-def _streamed(parts: Sequence[Images]) -> list[Split]:
-    """The images of all parts in the shape that :func:`_stacked` gives some of them."""
-    probed = [part.load(index) for part in parts for index in part.probed]
-    shape = tuple(_stacked(probed, torch.zeros(len(probed))).inputs.shape[1:])
-    return [ItemSet(replace(part, shape=shape)) for part in parts]  # type: ignore[misc]
-
-
 def _three(found: Sequence[Examples]) -> list[Examples]:
     if len(found) == 3:
         return list(found)
@@ -152,13 +149,10 @@ def _three(found: Sequence[Examples]) -> list[Examples]:
         later = zip(range(len(shares), 0, -1), shares, strict=True)
         return [max(0, min(round(share * count), count - k)) for k, share in later]
 
-    return [*(_subset(first, index) for index in stratified(first.targets, "images", cuts)), *rest]
-
-
-def _subset(examples: Examples, index: Tensor) -> Examples:
-    if isinstance(examples, ItemSet):
-        return ItemSet(examples.dataset.subset(index))  # type: ignore[attr-defined]
-    return Split(*examples.take(index))  # type: ignore[arg-type]
+    indices = stratified(first.targets, "images", cuts)
+    if isinstance(first, ItemSet):
+        return [*(ItemSet(first.dataset.subset(index)) for index in indices), *rest]  # type: ignore[attr-defined]
+    return [*(Split(*first.take(index)) for index in indices), *rest]  # type: ignore[arg-type]
 
 
 # --- files of images --------------------------------------------------------------------------------
@@ -178,7 +172,12 @@ def load_folder(root: Path) -> list[Images]:
                 f"{', '.join(classes)} in {parts[0].name} and {', '.join(name for name, _ in found)} in {part.name}",
                 "Add the folders that are missing.",
             )
-    return [_images_of(found) for found in listed]
+    made = []
+    for found in listed:
+        files = [path for _, paths in found for path in paths]
+        labels = torch.tensor([label for label, (_, paths) in enumerate(found) for _ in paths])
+        made.append(Images(files, _decoded, torch.arange(len(files)), labels))
+    return made
 
 
 def _listing(part: Path) -> list[tuple[str, list[Path]]]:
@@ -234,12 +233,6 @@ class Images(Dataset[Any]):
     def subset(self, index: Tensor) -> Images:
         """The images with these indices."""
         return replace(self, indices=self.indices[index], targets=self.targets[index])
-
-
-def _images_of(found: list[tuple[str, list[Path]]]) -> Images:
-    files = [path for _, paths in found for path in paths]
-    labels = torch.tensor([label for label, (_, paths) in enumerate(found) for _ in paths])
-    return Images(files, _decoded, torch.arange(len(files)), labels)
 
 
 def _decoded(files: Sequence[Path], index: int) -> Tensor:

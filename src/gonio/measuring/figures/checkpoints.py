@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gonio.errors import GonioError, listing
 from gonio.measuring.figures.heads import heads_in
@@ -72,7 +72,11 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
     left = {why: tuple((kind, at) for kind, of in places for at in plan.spread((of,)))
             for why, places in found.left.items()}  # fmt: skip
     blocks = replace(found, symmetries=held, parameters=stored, left=left)
-    heads = () if found.anatomy is None else heads_in(plan.whole(found.anatomy), lambda name: _of(stored, name))
+    heads = (
+        ()
+        if found.anatomy is None
+        else heads_in(plan.whole(found.anatomy), lambda name: stored[name] if _has(stored, name) else None)
+    )
     missing = sorted({name for each in symmetries for name in each.tensors} - readable)
     notes: tuple[str, ...] = ()
     if missing:
@@ -80,10 +84,6 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
         said = f"{counted(len(missing), 'tensor')} of blocks {has} not in the file under the model's name"
         notes = (f"{said}: {listing(missing)}.",)
     return Structure(MovableScale.of(Movable([], blocks, "")), heads=heads, notes=notes)
-
-
-def _of(stored: _Stored, name: str) -> Tensor | None:
-    return stored[name] if _has(stored, name) else None
 
 
 def _has(stored: _Stored, name: str) -> bool:

@@ -22,7 +22,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.messages import say
 from gonio.parametrizations.mechanism import parametrization_of
-from gonio.surgery import Site, sites
+from gonio.surgery import sites
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, trace
@@ -288,10 +288,6 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
     return batch, (samples % batch or batch) if samples else None
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, TORCH_NORMS) or bool(facts_of(module).removes_scale)
-
-
 @dataclass(frozen=True)
 class NormUse:
     """One normalisation layer.
@@ -363,7 +359,9 @@ class ModelFacts:
         inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}
         ran = {signal.path: signal for signal in signals}
         norms = []
-        for path, module in ((s.path, s.module) for s in everything if _is_norm(s.module)):
+        for path, module in ((s.path, s.module) for s in everything):
+            if not (isinstance(module, TORCH_NORMS) or facts_of(module).removes_scale):
+                continue
             signal = ran.get(path)
             calls = max(structure.calls.get(path, 1), signal.calls if signal is not None else 1)
             positions = prod(signal.shape[2:]) if signal is not None else None
@@ -373,12 +371,9 @@ class ModelFacts:
             f"{site.path}.{name}" if site.path else name
             for site in everything
             for name, parameter in site.module._parameters.items()
-            if id(parameter) in training.decayed and _is_free(site, name, structure)
+            if id(parameter) in training.decayed  # and the function does not depend on its scale
+            if parametrization_of(site.module, name) is not None
+            or (name == "weight" and site.path in structure.invariant)
         ]
         weighted = frozenset(site.path for site in everything if isinstance(site.module, WEIGHTED))
         return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals))
-
-
-def _is_free(site: Site, name: str, structure: Structure) -> bool:
-    """Whether the function does not depend on the scale of this weight."""
-    return parametrization_of(site.module, name) is not None or (name == "weight" and site.path in structure.invariant)
