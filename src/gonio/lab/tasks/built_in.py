@@ -23,10 +23,9 @@ from gonio.lab.tasks.images import (
     fashion_mnist,
     fashion_mnist_full,
     image_folder,
-    moved,
     torchvision_dataset,
 )
-from gonio.lab.tasks.task import Metric, Split, Task, stratified
+from gonio.lab.tasks.task import Metric, Split, Task, moved, stratified
 from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
 

@@ -26,7 +26,7 @@ from gonio.errors import (
     import_extra,
 )
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, stratified
+from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, moved, stratified
 from gonio.seeding import generator
 from gonio.surgery.configured import unusable
 
@@ -452,21 +452,6 @@ def flipped_and_cropped(images: Tensor, generator: torch.Generator) -> Tensor:
     """
     mirrored = (torch.rand(len(images), generator=generator) < 0.5).to(images.device)
     return moved(torch.where(mirrored[:, None, None, None], images.flip(3), images), 4, generator)
-
-
-def moved(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """Each image moved by at most so many pixels in both directions, over zeros; drawn on the CPU.
-
-    Shape:
-        - ``images``: (N, C, H, W), on any device; output: the same.
-    """
-    count, _, height, width = images.shape
-    down, right = torch.randint(0, 2 * most + 1, (2, count), generator=generator).to(images.device)
-    padded = F.pad(images, (most, most, most, most))
-    rows = down[:, None] + torch.arange(height, device=images.device)
-    columns = right[:, None] + torch.arange(width, device=images.device)
-    which = torch.arange(count, device=images.device)[:, None, None]
-    return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
 # --- files ------------------------------------------------------------------------------------------
