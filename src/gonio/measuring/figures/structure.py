@@ -152,7 +152,11 @@ def structure_of(model: nn.Module, batch: Any = None, *, blocks: bool = False) -
     mixing = [(site, mixture) for site in sites(model) if (mixture := facts_of(site.module).mixture) is not None]
     mixtures = {site.path: mixture(site.module) for site, mixture in mixing}
     try:
-        why = _refusal(model)
+        parameters = list(model.parameters())
+        total = sum(p.numel() for p in parameters if not is_lazy(p))
+        why = f"it has {total:,} weights, more than {LARGEST_RUN:,}" if total > LARGEST_RUN else ""
+        if any(is_lazy(p) or p.is_meta for p in parameters):
+            why = "some weights have no values"
         found = Structure(notes=(_not_measured(why),)) if why else _read(model, batch, blocks=blocks)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
         said = str(error).strip().partition("\n")[0][:200]
@@ -228,14 +232,6 @@ def _on_every_path(node: fx.Node) -> bool:
     sources = {source for reached in after - {node} for source in reached.all_input_nodes}
     ends = any(reached.op == "output" for reached in after)
     return ends and all(source in after or source.op == "get_attr" for source in sources)
-
-
-def _refusal(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    if any(is_lazy(p) or p.is_meta for p in parameters):
-        return "some weights have no values"
-    total = sum(p.numel() for p in parameters)
-    return f"it has {total:,} weights, more than {LARGEST_RUN:,}" if total > LARGEST_RUN else ""
 
 
 # --- training --------------------------------------------------------------------------------------------------------

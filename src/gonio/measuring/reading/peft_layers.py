@@ -84,14 +84,9 @@ def _changed(layer: Any) -> Iterator[tuple[str, Tensor]]:
     for name, value in base.named_parameters(recurse=False):
         if own is not None and name != own:
             continue
-        if value.ndim > 1 or _has_bias(layer):
+        biases = getattr(layer, "lora_bias", None)  # of LoRA only those with a bias of their own may change one
+        if value.ndim > 1 or biases is None or any(biases.values()):
             yield name, value
-
-
-def _has_bias(layer: Any) -> bool:
-    """Whether the adapters may change a bias; of LoRA only those with a bias of their own do."""
-    biases = getattr(layer, "lora_bias", None)
-    return biases is None or any(biases.values())
 
 
 def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, reason: str) -> Iterator[TensorEntry]:
