@@ -163,12 +163,7 @@ def _run(
     show(claims_text(found))
     # claims of earlier calls stay on the page: no verdict depends on which were tried together
     every = claims_in(output) or found
-    print_out(
-        say(
-            "\npage: {page}",
-            page=write_claims_html(replace(every, command=command), output / "claims.html"),
-        )
-    )
+    print_out(say("\npage: {page}", page=write_claims_html(replace(every, command=command), output / "claims.html")))
     if json is not None:
         save(claims_json(found), json, "JSON")
     _check_complete(found)

@@ -21,12 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from gonio.errors import (
-    InvalidArgumentError,
-    UnknownNameError,
-    closest,
-    listing,
-)
+from gonio.errors import InvalidArgumentError, UnknownNameError, closest, listing
 from gonio.measuring.reading.hub import how_to_fetch
 from gonio.messages import joined, say
 from gonio.models.built_in import BUILT_IN

@@ -12,21 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import (
-    check_optimizer,
-    parameter_ids,
-    per_parameter,
-    real_optimizers,
-    take_out_,
-)
+from gonio.editing.steps import check_optimizer, parameter_ids, per_parameter, real_optimizers, take_out_
 from gonio.editing.where import Where, as_selector, sites
-from gonio.errors import (
-    AlreadyAppliedError,
-    InvalidArgumentError,
-    NoMatchError,
-    NotApplicableError,
-    listing,
-)
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
 from gonio.messages import say

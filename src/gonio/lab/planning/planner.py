@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
-from gonio.lab.plan import (
-    AttackConfig,
-    RecipeEntry,
-    StudyPlan,
-    TrainingConfig,
-    Tuning,
-    installed_versions,
-    seeds_of,
-)
+from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, Tuning, installed_versions, seeds_of
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import PRECISIONS, SCHEDULES, autocast

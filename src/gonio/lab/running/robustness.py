@@ -232,13 +232,7 @@ def pgd(
 
 
 def _ascend(
-    answer: Answer,
-    slope: Objective,
-    start: Tensor,
-    inputs: Tensor,
-    targets: Tensor,
-    ball: AttackConfig,
-    steps: int,
+    answer: Answer, slope: Objective, start: Tensor, inputs: Tensor, targets: Tensor, ball: AttackConfig, steps: int
 ) -> Tensor:
     """Steps along the sign of the slope; an example that is misled stays as it is."""
     moved = start

@@ -303,11 +303,7 @@ def _run_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path) ->
         )
     robustness = json.loads(attack.read_text(encoding="utf-8")) if plan.threat is not None else {}
     return replace(
-        record,
-        geometry=found["geometry"],
-        costs=found["costs"],
-        metrics=metrics_of(folder),
-        robustness=robustness,
+        record, geometry=found["geometry"], costs=found["costs"], metrics=metrics_of(folder), robustness=robustness
     )
 
 

@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from gonio.errors import (
-    InvalidArgumentError,
-    MissingExtraError,
-    UnknownNameError,
-    UnreadableFileError,
-    import_extra,
-)
+from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError, import_extra
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, moved, stratified
 from gonio.seeding import generator
@@ -114,10 +108,7 @@ def image_task(name: str, parts: Sequence[Images]) -> Task:
         validation=validation,
         test=test,
         model="digits-cnn",
-        sizes={
-            "num_classes": max(int(part.targets.max()) for part in found) + 1,
-            "in_channels": inputs.shape[1],
-        },
+        sizes={"num_classes": max(int(part.targets.max()) for part in found) + 1, "in_channels": inputs.shape[1]},
         training=TrainingConfig(epochs=10, batch_size=min(64, len(train)), lr=0.05),
         sesoi=1.0,
         standardize=(tuple(mean.tolist()), tuple(std.tolist())),
