@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from gonio.editing.where import run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.escaping import json_data, printed
+from gonio.geometry.views import why_not_dense
 from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
-from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of, why_not_dense
+from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of
 from gonio.surgery.graph import Graph, trace
 
 _PAIRS = 0.02  # distance of the pairs of the lower bound, relative to the size of an input

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from gonio.editing.where import Site, sites, unwrapped
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
+from gonio.geometry.views import PLAIN, Layout, matrix_view, unview, why_not_dense
 from gonio.penalty.decay import Groups, check_decay, decay_reasons, why_no_weight
 from gonio.penalty.output_layers import output_layers
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.weights import WeightRef, view_shape, weights_of
 from gonio.surgery.blocks import Anatomy
-from gonio.surgery.facts import TABLES, why_not_dense
+from gonio.surgery.facts import TABLES
 from gonio.surgery.stated import EXPERTS, HEADS, stated_number, stated_rows
 
 

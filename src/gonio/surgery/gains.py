@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.errors import listing
+from gonio.geometry.views import why_not_dense
 from gonio.seeding import generator
-from gonio.surgery.facts import why_not_dense
 from gonio.surgery.logits import facts_of_norm
 from gonio.surgery.recording import Call, Normed, Recording, record
 from gonio.surgery.symmetries import Confirmed, TwinTrial, confirmed

@@ -14,8 +14,8 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
 from gonio.geometry.norms import whole
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
+from gonio.geometry.views import why_not_dense
 from gonio.messages import joined, say
-from gonio.surgery.facts import why_not_dense
 
 
 def shrink_intruders_(

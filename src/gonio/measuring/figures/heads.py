@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, listing
 from gonio.execution import is_sharded
 from gonio.geometry.attention import largest_product
+from gonio.geometry.views import why_not_dense
 from gonio.measuring.figures.attention import HeadLogits, logits_on
 from gonio.messages import say
 from gonio.surgery import Anatomy, Attention, Part, anatomy
 from gonio.surgery.blocks import Normalized
 from gonio.surgery.equivalent import SameFunction
-from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import trace
 from gonio.surgery.movable import may_attend
 
