@@ -66,7 +66,8 @@ class Applied(Edited):
         """
         made = None if self.handover is None else self.handover.make(lr, weight_decay)
         if made is None:
-            do = "Hand yours over: hold_(optimizer)." if self.handover else "Build the one that you would without it."
+            do = "Build the optimizer that you would without the recipe."
+            do = do if self.handover is None else "Hand yours over: hold_(optimizer)."
             raise InvalidArgumentError(f"the recipe {self.verb!r} names no optimizer", "none to make", do)
         return made
 
