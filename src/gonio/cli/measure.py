@@ -18,7 +18,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.messages import fixed, joined, local, say
 
 if TYPE_CHECKING:
-    from gonio.measuring import Changes, Differences, Finding, Measurements, Suppression, Widths
+    from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Suppression, Widths
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
@@ -81,9 +81,7 @@ def measure(
     _refuse("--model", {"--base": base, "--key": key, **spread} if model else {})
     first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source), model)
     if headers:
-        outline = measuring.outline(first)
-        if not save_formats({"json": json}, {"json": outline.to_json}):
-            show(outline)
+        _write_outline(measuring.outline(first), json)
         return
     suppressing = suppression(config, ignore or [])
     how |= {"extra_figures": [figure.value for figure in also or []], "deep": deep}
@@ -182,6 +180,11 @@ def _write(found: Measurements | Differences | Changes | Widths, targets: dict[s
     if not saved:
         show(found)
     return saved
+
+
+def _write_outline(outline: Outline, json: str | None) -> None:
+    if not save_formats({"json": json}, {"json": outline.to_json}):
+        show(outline)
 
 
 def _summarise(found: Sequence[Finding]) -> None:

@@ -163,11 +163,7 @@ def measure(
     options |= {"extra_figures": extra_figures or None, "deep": deep or None, "cache": cache}
     if after is not None:
         _check_two((after, *more), options)
-        if not more:
-            return difference(source, after, engine=engine, jobs=jobs, journal=journal, progress=progress)
-        if journal is not None:
-            raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
-        return changes(source, after, *more, engine=engine, jobs=jobs, progress=progress)
+        return _compared((source, after, *more), engine=engine, jobs=jobs, journal=journal, progress=progress)
     spread = Spread(engine, jobs, journal)
     _check(source, options, spread)
     training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
@@ -186,11 +182,7 @@ def measure(
             kept,
         )
     structure = _structure(source, batch, entries, figures)
-    signals: tuple[Signal, ...] = ()
-    silent: tuple[str, ...] = ()
-    if isinstance(source, nn.Module) and batch is not None:
-        with fitting(source, batch, "measure(batch=)"):
-            signals, silent = measure_signals(source, batch)
+    signals, silent = _signals(source, batch)
     facts = None
     if isinstance(source, nn.Module) and training is not None:
         facts = ModelFacts.of(source, structure, signals, training)
@@ -209,6 +201,22 @@ def measure(
         notes=(*(cached.notes if cached else ()), *contents.notes, *updates, *structure.notes, *silent),
         versions=versions(),
     )
+
+
+def _compared(
+    sources: Sequence[Source],
+    *,
+    engine: Engine,
+    jobs: int,
+    journal: str | os.PathLike[str] | None,
+    progress: Progress,
+) -> Differences | Changes:
+    """The differences of two sources, or of several from the first one."""
+    if len(sources) == 2:
+        return difference(*sources, engine=engine, jobs=jobs, journal=journal, progress=progress)
+    if journal is not None:
+        raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
+    return changes(*sources, engine=engine, jobs=jobs, progress=progress)
 
 
 def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:
@@ -259,6 +267,14 @@ def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
     if "blocks" in extra_figures and isinstance(source, Mapping):
         asked, do = "measure(extra_figures=('blocks',)) reads the config.json beside a file", "Pass the folder."
         raise InvalidArgumentError(asked, "a state dict", do)
+
+
+def _signals(source: Source, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
+    """:func:`measure_signals` of a model; where a layer got an input of another size, the error says so."""
+    if not isinstance(source, nn.Module) or batch is None:
+        return (), ()
+    with fitting(source, batch, "measure(batch=)"):
+        return measure_signals(source, batch)
 
 
 def _is_sizes(batch: object) -> bool:
