@@ -182,11 +182,12 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
 
 
 @contextmanager
-def fitting(model: nn.Module, example: Any, given: str) -> Iterator[None]:
+def fitting(model: nn.Module, example: Any, given: str, *, always: bool = False) -> Iterator[None]:
     """Replace an error of a model that runs on an example by one that names the layer, where :func:`misfit` finds it.
 
     Args:
         given: what the example is, for the message.
+        always: where no layer is found, the error has the first line of the model's own.
     """
     try:
         yield
@@ -194,8 +195,10 @@ def fitting(model: nn.Module, example: Any, given: str) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a user's model raises
         found, do = misfit(model, example)
-        if not found:
+        if not found and not always:
             raise
+        found = found or (str(error).splitlines() or [type(error).__name__])[0]
+        do = do or "Give the sizes of the model's input."
         asked = say("{option} must be an input that the model takes", option=given)
         raise InvalidArgumentError(asked, found, do) from error
 
