@@ -22,7 +22,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.messages import say
 from gonio.parametrizations.mechanism import parametrization_of
-from gonio.surgery import sites
+from gonio.surgery import Site, sites
 from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, trace
@@ -152,11 +152,7 @@ def structure_of(model: nn.Module, batch: Any = None, *, blocks: bool = False) -
     mixing = [(site, mixture) for site in sites(model) if (mixture := facts_of(site.module).mixture) is not None]
     mixtures = {site.path: mixture(site.module) for site, mixture in mixing}
     try:
-        parameters = list(model.parameters())
-        total = sum(p.numel() for p in parameters if not is_lazy(p))
-        why = f"it has {total:,} weights, more than {LARGEST_RUN:,}" if total > LARGEST_RUN else ""
-        if any(is_lazy(p) or p.is_meta for p in parameters):
-            why = "some weights have no values"
+        why = _refusal(model)
         found = Structure(notes=(_not_measured(why),)) if why else _read(model, batch, blocks=blocks)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
         said = str(error).strip().partition("\n")[0][:200]
@@ -234,6 +230,14 @@ def _on_every_path(node: fx.Node) -> bool:
     return ends and all(source in after or source.op == "get_attr" for source in sources)
 
 
+def _refusal(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    if any(is_lazy(p) or p.is_meta for p in parameters):
+        return "some weights have no values"
+    total = sum(p.numel() for p in parameters)
+    return f"it has {total:,} weights, more than {LARGEST_RUN:,}" if total > LARGEST_RUN else ""
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +286,10 @@ def _sizes(loader: Any) -> tuple[int | None, int | None]:
     except TypeError:  # there is none, or the sampler of an iterable data set has no length
         return batch, None
     return batch, (samples % batch or batch) if samples else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, TORCH_NORMS) or bool(facts_of(module).removes_scale)
 
 
 @dataclass(frozen=True)
@@ -355,9 +363,7 @@ class ModelFacts:
         inside = {id(module) for wrapper in wrappers for module in wrapper.modules()}
         ran = {signal.path: signal for signal in signals}
         norms = []
-        for path, module in ((s.path, s.module) for s in everything):
-            if not (isinstance(module, TORCH_NORMS) or facts_of(module).removes_scale):
-                continue
+        for path, module in ((s.path, s.module) for s in everything if _is_norm(s.module)):
             signal = ran.get(path)
             calls = max(structure.calls.get(path, 1), signal.calls if signal is not None else 1)
             positions = prod(signal.shape[2:]) if signal is not None else None
@@ -367,9 +373,12 @@ class ModelFacts:
             f"{site.path}.{name}" if site.path else name
             for site in everything
             for name, parameter in site.module._parameters.items()
-            if id(parameter) in training.decayed  # and the function does not depend on its scale
-            if parametrization_of(site.module, name) is not None
-            or (name == "weight" and site.path in structure.invariant)
+            if id(parameter) in training.decayed and _is_free(site, name, structure)
         ]
         weighted = frozenset(site.path for site in everything if isinstance(site.module, WEIGHTED))
         return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals))
+
+
+def _is_free(site: Site, name: str, structure: Structure) -> bool:
+    """Whether the function does not depend on the scale of this weight."""
+    return parametrization_of(site.module, name) is not None or (name == "weight" and site.path in structure.invariant)
