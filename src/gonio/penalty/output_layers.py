@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from gonio.editing.twin import set_tensors_, twin_of
 from gonio.editing.where import sites
+from gonio.errors import first_line
 from gonio.execution import is_sharded
 from gonio.geometry.views import has_filters
 from gonio.surgery.equivalent import call, examples_for
@@ -45,7 +46,7 @@ def output_layers(model: nn.Module) -> tuple[set[int], str]:
                 inputs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, example)
                 found = _from_mode(inner, inputs, training=False)
             except Exception as error:  # a model can raise anything at a size that it does not take
-                reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                reason = first_line(error, 100, kind=True)
                 continue
             with suppress(Exception):  # training may need more, such as labels
                 found |= _from_mode(inner, inputs, training=True)

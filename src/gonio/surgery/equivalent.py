@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from gonio.editing.edit import Edit
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites, unwrapped
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import Message, say
 from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
@@ -93,7 +93,7 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
         try:
             outputs(model, example)
         except Exception as error:  # a model can raise anything at a size that it does not take
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            reason = first_line(error, kind=True)
             continue
         return example
     raise InvalidArgumentError("no example input was found for the model", reason, "Pass example= yourself.")
@@ -197,7 +197,7 @@ def fitting(model: nn.Module, example: Any, given: str, *, always: bool = False)
         found, do = misfit(model, example)
         if not found and not always:
             raise
-        found = found or (str(error).splitlines() or [type(error).__name__])[0]
+        found = found or first_line(error, 2000)
         do = do or "Give the sizes of the model's input."
         asked = say("{option} must be an input that the model takes", option=given)
         raise InvalidArgumentError(asked, found, do) from error
@@ -336,7 +336,7 @@ class SameFunction:
             except Exception as error:
                 if self._given:
                     raise
-                self.why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                self.why = first_line(error, 100, kind=True)
                 continue
             conflicts |= {path for path, n in dims.items() if self.dims.setdefault(path, n) != n}
             if found and all(bool(torch.isfinite(x).all()) for x in found):
@@ -365,8 +365,8 @@ class SameFunction:
                 after = outputs(self.model, example)
                 moved = deviation(before, after)
             except Exception as error:
-                why = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise self._refusal(edit, action, say("the edited model fails ({why})", why=why)) from error
+                why = say("the edited model fails ({why})", why=first_line(error, kind=True))
+                raise self._refusal(edit, action, why) from error
             if moved.relative > max(allowed.get(x.dtype, otherwise) for x in before):
                 # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
                 wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from gonio.errors import GonioError, listing
+from gonio.errors import GonioError, first_line, listing
 from gonio.measuring.figures.heads import heads_in
 from gonio.measuring.figures.structure import MovableScale, Structure
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
@@ -63,8 +63,7 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
             return Structure(notes=(f"Blocks were not measured: {same.why}.",))
         found = block_symmetries(plan.model, same.input, traced=False, taken=frozenset())
     except (GonioError, RuntimeError, ValueError, TypeError) as error:
-        said = str(error).strip().partition("\n")[0][:200]
-        return Structure(notes=(f"Blocks were not measured: {type(error).__name__}: {said}.",))
+        return Structure(notes=(f"Blocks were not measured: {first_line(error, kind=True)}.",))
     stored = _Stored(plan, entries)
     symmetries = plan.spread(found.symmetries)
     readable = {name for each in symmetries for name in each.tensors if _has(stored, name)}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio.errors import first_line
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import LOW_RANK, TensorEntry
 from gonio.surgery import Site
@@ -160,7 +161,7 @@ def _in_use(layer: Any, name: str, kind: str) -> Tensor:
         made.merge()
         merged: Tensor = getattr(made.get_base_layer(), name)
     except Exception as error:  # any tuner's own code
-        said = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        said = first_line(error)
         raise ValueError(f"changed by an adapter of type {kind}, which peft does not merge here: {said}") from error
     if not made.merged:
         raise ValueError(f"changed by an adapter of type {kind}, which peft does not merge")
