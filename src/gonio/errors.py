@@ -78,7 +78,7 @@ def listing(names: Sequence[str], *, limit: int = 12) -> Message:
 
 
 def first_line(error: BaseException, longest: int = 200, *, kind: bool = False) -> str:
-    """The first line of what an exception says, cut; its type where it says nothing, and before it on request.
+    r"""The first line of what an exception says, cut; its type where it says nothing, and before it on request.
 
     Example:
         >>> from gonio.errors import first_line
