@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select, sites
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
 from gonio.errors import listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import counted, joined, say

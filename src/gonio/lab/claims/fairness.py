@@ -202,17 +202,13 @@ def _trains(seen: _Seen) -> str:
     if name in seen.runs.failures:
         return f"An arm failed: {name}: {seen.runs.failures[name]}"
     bound = fair.floor if fair.floor is not None else fair.ceiling
-    found = "diverges" if mean is None else f"reaches {_with_unit(mean, seen.runs.reached_unit or seen.runs.unit)}"
+    found = "diverges" if mean is None else f"reaches {mean:.4g} {seen.runs.reached_unit or seen.runs.unit}".strip()
     return f"An arm does not train: {name} {found}; the claim asks for {bound:g}."
 
 
 def _passes(seen: _Seen, mean: float | None) -> bool:
     floor, ceiling = seen.claim.fair.floor, seen.claim.fair.ceiling
     return mean is not None and (floor is None or mean >= floor) and (ceiling is None or mean <= ceiling)
-
-
-def _with_unit(value: float, unit: str) -> str:
-    return f"{value:.4g} {unit}".strip()
 
 
 def _equal_footing(seen: _Seen) -> str:

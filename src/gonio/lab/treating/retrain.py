@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.lab.plan import TrainingConfig

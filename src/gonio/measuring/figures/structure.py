@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import evaluating
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of, with_logits

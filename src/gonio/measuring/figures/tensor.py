@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import GonioError
+from gonio.errors import GonioError, first_line
 from gonio.escaping import plain
 from gonio.execution import one_thread
 from gonio.geometry import (
@@ -304,8 +304,7 @@ def _guarded(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep:
             raise raw
         return _measured(entry, raw, extra_figures, deep=deep)
     except Exception as error:  # as in _loaded: a tensor's class may have code of its own too
-        said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-        return _row(entry, status="skipped", reason=f"{FAILED}: {said}")
+        return _row(entry, status="skipped", reason=f"{FAILED}: {first_line(error, 300)}")
 
 
 @one_thread()
