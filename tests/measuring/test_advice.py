@@ -182,8 +182,12 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)), {"batch": 1e9 * seeded(64, 6)}),
             ],
         ),
+        "G101": (
+            [(zero_gains(normed()), {}), (zero_gains(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))), {})],
+            [(normed(), {}), (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, elementwise_affine=False)), {})],
+        ),
         "G411": (
-            [(forgotten(normed()), {})],
+            [(forgotten(normed()), {}), (as_built(normed()), {})],
             [
                 *((normed(), {}), (convolutions(nn.BatchNorm2d), {}), (forgotten(convolutions(nn.BatchNorm2d)), {})),
                 *((drawn(kind), {}) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
@@ -288,6 +292,17 @@ def forgotten(model: nn.Sequential) -> nn.Sequential:
     for norm in (model[1], model[4]):
         norm.reset_running_stats()
         nn.init.normal_(norm.bias)  # as training leaves it; initialisations draw gains alone
+    return model
+
+
+def as_built(model: nn.Sequential) -> nn.Sequential:
+    """The last norm alone is as at the start, unlike the one before it."""
+    model[4].reset_parameters()
+    return model
+
+
+def zero_gains(model: nn.Sequential) -> nn.Sequential:
+    nn.init.zeros_(model[1].weight)
     return model
 
 
