@@ -8,6 +8,7 @@ from torch import nn
 
 from gonio.measuring import Finding, Measurements
 from gonio.measuring.figures.signals import Signal
+from gonio.measuring.figures.starts import layers_as_built
 from gonio.measuring.findings.model_rules import dead_layers, out_of_scale, stale, without_statistics
 from gonio.measuring.findings.rules import LEVELS
 from gonio.surgery.calibrate import can_act
@@ -47,6 +48,8 @@ def _named(finding: Finding, found: Measurements, model: nn.Module) -> list[str]
         path = finding.path if finding.path in modules else finding.path.rpartition(".")[0]
         return [path] if path in modules and _trains(modules[path]) else []
     signals = [signal for signal in found.signals if signal.path in modules]
+    if finding.code == "G415":
+        return list(layers_as_built(model))
     if finding.code in ("G101", "G407"):
         return [path for path, m in modules.items() if _is_zero(m)]
     if finding.code == "G408":

@@ -265,6 +265,13 @@ def _are_unequal(*vectors: torch.Tensor | None) -> bool:
     return all(vector is not None and bool((vector != vector.flatten()[0]).any()) for vector in vectors)
 
 
+@rule("G415", ADVICE)
+def _as_built(facts: ModelFacts) -> str | None:
+    if not facts.as_built:
+        return None
+    return say("weights are those of the initialisation: {paths}", paths=listing(list(facts.as_built), limit=3))
+
+
 @rule("G101", ADVICE)
 def _zero_gains(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if _is_zero(norm.module._parameters.get("weight"))]
