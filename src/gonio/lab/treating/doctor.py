@@ -71,7 +71,8 @@ def doctor(
 
     The model is measured. For each finding whose rule has a prescription (`gonio.measuring.explain(code)` shows it),
     its verbs are applied to a copy of the model, one after the other, each only if the finding is still there; the copy
-    is measured again. A change is kept if no warning or error is new, and if it is proved:
+    is measured again. A change is kept if no error is new, nor a warning if it need not improve the score, and if it is
+    proved:
 
     1. Verbs that promise the same function (`balance_`, `recycle_`) are proved by equal outputs on an example, and at
        least one of the treated findings must be gone.
@@ -84,7 +85,8 @@ def doctor(
     What the model still knows is tried first (`match_statistics_`), then guesses, then statistics, then `retrain_` of
     one named layer after the other on the task's training data, which is also tried where guesses or new statistics
     have ended a finding, because they can hide a damage; verbs that keep the function come last. Running statistics are
-    first measured anew in the layers alone that the findings name, then in all.
+    first measured anew in the layers alone that the findings name, then in all. If a layer was then trained with them,
+    training with the old statistics is tried as well, and the model with the better score on validation data is kept.
     Everything else is undone, with the reason. The given model is not changed.
 
     Args:
