@@ -86,7 +86,7 @@ def doctor(
     one named layer after the other on the task's training data, which is also tried where guesses or new statistics
     have ended a finding, because they can hide a damage; verbs that keep the function come last. Running statistics are
     first measured anew in the layers alone that the findings name, then in all. If a layer was then trained with them,
-    training with the old statistics is tried as well, and the model with the better score on validation data is kept.
+    training with the old statistics is tried as well, and kept if its validation score is better by `task.sesoi`.
     Everything else is undone, with the reason. The given model is not changed.
 
     Args:
@@ -125,9 +125,9 @@ def doctor(
         return _reported(measure(source))
     inputs = Inputs(data, batch, base)
     case = _Case(source, inputs, apply_unproven).treated(_ORDER)
-    if case.trained_with_new_statistics:
+    if data is not None and case.trained_with_new_statistics:
         other = _Case(source, inputs, apply_unproven).treated(_TRAINING_FIRST)
-        case = max(case, other, key=_Case.score)
+        case = other if other.score(data) >= case.score(data) + data.sesoi else case
     return case.result()
 
 
@@ -170,12 +170,11 @@ class _Case:
         verbs = [step.verb for step, _ in self.steps if step.verdict == "kept"]
         return "calibrate_" in verbs and "retrain_" in verbs[verbs.index("calibrate_") :]
 
-    def score(self) -> float:
+    def score(self, task: Task) -> float:
         """The mean score on held-out data, with the sign that makes larger better; -inf if an output is not finite."""
-        task = self.inputs.task
-        made = [] if task is None else scores(self.model, task)
+        made = scores(self.model, task)
         known = [score for score in made if score is not None]
-        if task is None or len(known) < len(made):
+        if len(known) < len(made):
             return float("-inf")
         return statistics.fmean(known) * (1 if task.metric.direction == "max" else -1)
 
