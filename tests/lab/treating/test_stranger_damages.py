@@ -115,13 +115,15 @@ def recorded() -> dict[str, Row]:
 
 
 def test_the_page_has_the_recorded_counts() -> None:
-    counts = Counter(map(outcome, recorded().values()))
-    total, cost = sum(counts.values()), sum(counts.values()) - counts["nothing lost"] - counts["not found"]
+    rows = recorded()
+    counts = Counter(map(outcome, rows.values()))
+    found = len(rows) - counts["not found"]
     said = (
-        f"Of {total} damaged networks {total - counts['not found']} had a finding. {cost} of these had lost more than "
-        f"a point: {counts['restored']} were restored, {counts['retrained']} retrained, "
-        f"{counts['in part']} repaired in part, {counts['not restored']} repaired in part without a finding that is "
-        f"left, and {counts['refused']} refused; {counts['worse']} became worse."
+        f"{len({row['damage'] for row in rows.values()})} kinds of damages of {len(STRANGERS)} networks, "
+        f"{len(rows)} in all: {found} had a finding, and {found - counts['nothing lost']} of these had lost more than "
+        f"a point. {counts['restored']} were restored, {counts['retrained']} retrained, {counts['in part']} repaired "
+        f"in part, {counts['not restored']} repaired in part with no finding left, {counts['refused']} refused, and "
+        f"{counts['worse']} made worse."
     )
     assert said in " ".join(PAGE.read_text().split()), said
 
