@@ -6,10 +6,9 @@ from math import sqrt
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gonio.surgery import sites
-from gonio.surgery.facts import WEIGHTED, facts_of, why_not_dense
+from gonio.surgery.facts import WEIGHTED, facts_of
 
 LEAST = 64  # entries of a weight: fewer tell little of their distribution
 TRAINED = 2  # layers at least, and as many as there are at their start
@@ -38,7 +37,7 @@ def layers_as_built(model: nn.Module) -> tuple[str, ...]:
         >>> layers_as_built(model)
         ('2',)
     """
-    known = [site for site in sites(model) if not any(map(_has_no_values, site.module._parameters.values()))]
+    known = [site for site in sites(model) if all(map(_is_plain, _weight_and_bias(site.module)))]
     trained = sum(_was_trained(site.module) for site in known)
     if trained < TRAINED:
         return ()
@@ -46,8 +45,17 @@ def layers_as_built(model: nn.Module) -> tuple[str, ...]:
     return found if len(found) <= trained else ()
 
 
-def _has_no_values(parameter: Tensor | None) -> bool:
-    return parameter is not None and (is_lazy(parameter) or why_not_dense(parameter) is not None or parameter.is_meta)
+def _weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    own = dict(module._parameters.items())  # of a scripted module it is no dict
+    return own.get("weight"), own.get("bias")
+
+
+def _is_plain(parameter: Tensor | None) -> bool:
+    """Whether it is an ordinary tensor of numbers: not lazy, sharded, fake, sparse, packed, or on the meta device."""
+    if parameter is None:
+        return True
+    dense = type(parameter) in (nn.Parameter, Tensor) and parameter.layout is torch.strided and not parameter.is_meta
+    return dense and parameter.is_floating_point() and parameter.element_size() > 1
 
 
 def _beyond(values: Tensor, bound: float) -> bool:
@@ -55,7 +63,7 @@ def _beyond(values: Tensor, bound: float) -> bool:
 
 
 def _was_trained(module: nn.Module) -> bool:
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    weight, bias = _weight_and_bias(module)
     if weight is None or bias is None or not weight.numel():
         return False
     if isinstance(module, WEIGHTED):
@@ -65,7 +73,7 @@ def _was_trained(module: nn.Module) -> bool:
 
 
 def _as_built(layer: nn.Module) -> bool:
-    weight, bias = (layer._parameters.get(name) for name in ("weight", "bias"))
+    weight, bias = _weight_and_bias(layer)
     if weight is None or weight.numel() < LEAST:
         return False
     bound, count = 1 / sqrt(weight[0].numel()), weight.numel()
