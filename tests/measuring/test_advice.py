@@ -191,6 +191,7 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
             [
                 *((half_loaded(trained=n), {}) for n in (0, 1, 4)),
                 (half_loaded(trained=2, dtype=torch.complex64), {}),
+                (adapters_at_their_start(), {}),
                 *((model, {}) for model in (normed(), plain, convolutions(nn.BatchNorm2d))),
             ],
         ),
@@ -307,6 +308,24 @@ def as_built(model: nn.Sequential) -> nn.Sequential:
     """The last norm alone is as at the start, unlike the one before it."""
     model[4].reset_parameters()
     return model
+
+
+class Adapted(nn.Module):
+    """A trained layer with a change of low rank that has not begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(16, 16), nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+        nn.init.normal_(self.base.weight), nn.init.normal_(self.base.bias), nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        changed: Tensor = self.base(x) + self.up(self.down(x))
+        return changed
+
+
+def adapters_at_their_start() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Adapted(), Adapted(), Adapted())
 
 
 def half_loaded(*, trained: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -12,8 +12,9 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
 from gonio.errors import listing
 from gonio.geometry import layout_of, matrix_view, unview
+from gonio.geometry.views import why_not_dense
 from gonio.messages import counted, joined, say
-from gonio.surgery.facts import TABLES, facts_of, why_not_dense
+from gonio.surgery.facts import TABLES, facts_of
 from gonio.surgery.recycle import can_act as has_filters
 
 FACTOR = 10.0  # from the median of the siblings

@@ -7,6 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from gonio.measuring.reading.peft_layers import AdaptedLayers
 from gonio.surgery import sites
 from gonio.surgery.facts import WEIGHTED, facts_of
 
@@ -25,7 +26,8 @@ def layers_as_built(model: nn.Module) -> tuple[str, ...]:
     no entry is beyond :math:`b`, the largest of the weight is next to it, and the weight's distribution is uniform
     (Kolmogorov and Smirnov); a few steps of training carry entries beyond :math:`b`. A layer was trained if its weight
     and its bias have entries beyond :math:`b`, and a norm if neither its gains nor its shifts are alike. With fewer
-    than two such layers, or fewer than there are as built, the model counts as not trained, and there are none.
+    than two such layers, or fewer than there are as built, the model counts as not trained, and there are none. What
+    begins an adapter is none either: layers of peft, and layers of few filters beside one of as many inputs that is 0.
 
     Example:
         >>> from gonio.measuring.figures.starts import layers_as_built
@@ -37,12 +39,32 @@ def layers_as_built(model: nn.Module) -> tuple[str, ...]:
         >>> layers_as_built(model)
         ('2',)
     """
-    known = [site for site in sites(model) if all(map(_is_plain, _weight_and_bias(site.module)))]
+    everything = sites(model)
+    known = [site for site in everything if all(map(_is_plain, _weight_and_bias(site.module)))]
     trained = sum(_was_trained(site.module) for site in known)
     if trained < TRAINED:
         return ()
-    found = tuple(site.path for site in known if isinstance(site.module, WEIGHTED) and _as_built(site.module))
-    return found if len(found) <= trained else ()
+    weighted = {site.path: site.module for site in known if isinstance(site.module, WEIGHTED)}
+    found = [path for path, layer in weighted.items() if _as_built(layer)]
+    zero = [weight.shape for layer in weighted.values() if found and (weight := _zero_weight(layer)) is not None]
+    adapted = AdaptedLayers(everything)
+    own = [
+        path
+        for path in found
+        if not adapted.role_of(f"{path}.weight")[0] and not any(_is_a_factor(weighted[path], shape) for shape in zero)
+    ]
+    return tuple(own) if len(own) <= trained else ()
+
+
+def _zero_weight(layer: nn.Module) -> Tensor | None:
+    weight, _ = _weight_and_bias(layer)
+    return None if weight is None or not weight.numel() or bool(weight.any()) else weight
+
+
+def _is_a_factor(layer: nn.Module, other: torch.Size) -> bool:
+    """Whether a layer and another one, of weights of this shape, make a change of low rank."""
+    weight, _ = _weight_and_bias(layer)
+    return weight is not None and len(weight) == other[1] and len(weight) < min(weight.shape[1], other[0])
 
 
 def _weight_and_bias(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
