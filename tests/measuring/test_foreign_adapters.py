@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import gonio
 from bank.files.adapters import Mixture, Net, adapted, base, plain
 from foreign import torchvision
 from gonio.measuring import difference, measure
