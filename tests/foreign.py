@@ -15,6 +15,8 @@ FLOAT8_ROWS = pytest.mark.skipif(_OLDEST, reason="torch 2.6 cannot index float8 
 STILL_STATISTICS = pytest.mark.skipif(
     _OLDEST, reason="torch 2.6 rounds the running statistics of InstanceNorm anew in evaluation mode"
 )
+# of `torch.distributed.checkpoint`; torch 2.6 sees by itself that there is one process
+ONE_PROCESS: dict[str, Any] = {} if _OLDEST else {"no_dist": True}
 TORCHS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon since 2.9")
 _LIBRARIES: list[Any] = []  # torch forgets operators whose library object is gone
 

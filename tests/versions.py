@@ -36,7 +36,12 @@ TESTED = (
 NEEDED = ("pytest>=8.2", "hypothesis>=6.100", "mpmath>=1.3", "sybil>=9.0", "pandas>=2.2")
 SHOWN = ("torch", "numpy", "scipy", "scikit-learn", "matplotlib", "typer", "click", "rich", "pydantic", "safetensors")
 WARNINGS = "default\nerror:::gonio(\\.|$)"
-VERSIONS = "import sys\nfrom importlib.metadata import version\nfor name in sys.argv[1:]: print(name, version(name))"
+VERSIONS = """
+import sys
+from importlib.metadata import distributions
+found = {each.name.lower(): each.version for each in distributions()}
+for name in sys.argv[1:]: print(name, found.get(name, "none"))
+"""
 
 
 def python_of(folder: Path) -> Path:

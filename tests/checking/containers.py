@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foreign import ONE_PROCESS
+
 State = dict[str, Tensor]
 LAYERS, RANKS = 6, 2
 VICTIM, OTHER = "layers.2.down.weight", "layers.4.down.weight"
@@ -69,7 +71,7 @@ def trainer(state: State, folder: Path) -> Path:
 def distributed(state: State, folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save({"model": plain(state)}, checkpoint_id=folder / "dcp", no_dist=True)
+        dcp.save({"model": plain(state)}, checkpoint_id=folder / "dcp", **ONE_PROCESS)
     return folder / "dcp"
 
 

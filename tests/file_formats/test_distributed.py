@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import gonio
 from file_formats.cases import STATE, assert_equal_figures, codes, fuzz
+from foreign import ONE_PROCESS
 from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.source import CheckpointPart
 from ranks import WORLD, spawned
@@ -38,7 +39,7 @@ from ranks import WORLD, spawned
 def saved(folder: Path, content: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(content, checkpoint_id=folder, no_dist=True)
+        dcp.save(content, checkpoint_id=folder, **ONE_PROCESS)
     return folder
 
 

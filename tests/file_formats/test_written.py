@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import gonio
+from foreign import ONE_PROCESS
 from gonio.measuring.reading.pickles import Archive
 from gonio.measuring.reading.source import contents_of, optimizer_of
 from gonio.measuring.reading.zero_files import _CLASSES
@@ -94,7 +95,7 @@ def test_megatron_has_the_values_that_torch_reads(tmp_path: Path) -> None:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
-        dcp.load(whole := {**state, **flat}, checkpoint_id=source, no_dist=True)
+        dcp.load(whole := {**state, **flat}, checkpoint_id=source, **ONE_PROCESS)
     assert all(torch.equal(whole[name], w) for name, w in weights.items() if w is not None)
     assert len(mine) == 2
     for name, held in mine.items():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gonio
+from foreign import ONE_PROCESS
 from gonio.editing.steps import state_powers
 from gonio.measuring.figures.moments import Moments, StateSums, state_sums
 from gonio.measuring.findings.rules import RULES
@@ -200,7 +201,7 @@ def test_folders_of_torch_name_their_states(tmp_path: Path) -> None:
     whole = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
-        dcp.save(whole, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp.save(whole, checkpoint_id=tmp_path / "dcp", **ONE_PROCESS)
     rows = gonio.measure(tmp_path / "dcp").optimizer
     plain = by_path({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     assert {row.name for row in rows} == {name for name, _ in model.named_parameters()}

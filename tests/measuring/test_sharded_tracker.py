@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from foreign import SHARDING_ON_A_CPU
 from measuring.shard_processes import OPTIMIZERS, WAYS, alone, everything
 from ranks import WORLD, spawned
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, SHARDING_ON_A_CPU]
 WHOLE = {  # figures that need more than sums over filters
     *("angle_mean", "angle_std", "alignment", "alignment_z", "coherence", "sigma_max", "stable_rank"),
 }

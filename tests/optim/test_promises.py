@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import gonio
 from catalog import seeded
+from foreign import ONE_PROCESS
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NormNotHeldError, NotApplicableError
 from gonio.optim import Muon, release_
 from gonio.optim.holding import step_of_hold
@@ -359,8 +360,8 @@ def through_dcp(source: Any, target: Any, **options: Any) -> None:
     state = dict(zip(("model", "optimizer"), get_state_dict(*source, options=option), strict=True))
     empty = dict(zip(("model", "optimizer"), get_state_dict(*target, options=option), strict=True))
     with tempfile.TemporaryDirectory() as folder:
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-        dcp.load(empty, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=folder, **ONE_PROCESS)
+        dcp.load(empty, checkpoint_id=folder, **ONE_PROCESS)
     loaded = {"model_state_dict": empty["model"], "optim_state_dict": empty["optimizer"]}
     set_state_dict(*target, **loaded, options=option)
 

@@ -119,6 +119,7 @@ NUMBERS = "its configuration states 7 layers, 12 heads, 3 heads of keys and valu
 
 
 def test_what_cannot_be_built_is_unknown_with_what_is_stated(tmp_path: Path) -> None:
+    transformers()
     found = unknown(_written(tmp_path, {"model_type": "of-my-own", **STATED}))
     assert "of-my-own" in found
     assert found.endswith(NUMBERS)

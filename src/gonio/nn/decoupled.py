@@ -203,9 +203,9 @@ class ConvTransposeMap(ConvMap):
     transposed = True
 
     @classmethod
-    def of(cls, layer: Any) -> Self:
+    def of(cls, layer: Any, output_padding: tuple[int, ...] | None = None) -> Self:
         sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-        return cls(*sizes, layer.groups, layer.output_padding)
+        return cls(*sizes, layer.groups, layer.output_padding if output_padding is None else output_padding)
 
     def filters(self, weight: Tensor) -> int:
         return weight.shape[1] * self.groups

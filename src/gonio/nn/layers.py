@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -161,7 +160,7 @@ class _DecoupledConvTranspose(_DecoupledConv):
         layer: Any = self  # of torch's type, whose annotations ask for lists
         sizes = (layer.stride, layer.padding, layer.kernel_size, len(layer.kernel_size), layer.dilation)
         padding = tuple(layer._output_padding(x, output_size, *sizes))
-        return self._operate(x, replace(ConvTransposeMap.of(self), output_padding=padding))
+        return self._operate(x, ConvTransposeMap.of(self, padding))
 
 
 class DecoupledConvTranspose1d(_DecoupledConvTranspose, nn.ConvTranspose1d):

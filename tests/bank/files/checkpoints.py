@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bank.files.case import Case, File, floats, normal
-from foreign import timm, torchvision, transformers
+from foreign import ONE_PROCESS, timm, torchvision, transformers
 from gonio.measuring.reading.source import CheckpointPart
 
 
@@ -194,7 +194,7 @@ def bin_and_arguments(folder: Path) -> File:
 def distributed(folder: Path) -> File:
     import torch.distributed.checkpoint as dcp
 
-    dcp.save({"model": STATE}, checkpoint_id=folder, no_dist=True)
+    dcp.save({"model": STATE}, checkpoint_id=folder, **ONE_PROCESS)
     return File(source=folder, weights=WEIGHTS)
 
 
