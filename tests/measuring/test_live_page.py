@@ -14,7 +14,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.measuring.showing import live
 from gonio.measuring.showing.live import SECONDS, LivePage
 
-REFRESH = f'<meta http-equiv="refresh" content="{SECONDS}">'
+REFRESH = f'data-reload="{SECONDS}"'
 
 
 class Clock:
