@@ -410,6 +410,9 @@ class Watcher(Protocol):
     def stage(self, text: str) -> None:
         """A message, e.g. that costs are measured now."""
 
+    def said(self, text: str) -> None:
+        """A result that stays on the screen."""
+
     def stop(self) -> None:
         """The end, also after an interruption."""
 
@@ -425,6 +428,7 @@ class Quiet:
     def start(self, total: int, done: int) -> None: ...
     def run_ended(self, record: RunRecord) -> None: ...
     def stage(self, text: str) -> None: ...
+    def said(self, text: str) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -478,6 +482,9 @@ class Lines:
     def stage(self, text: str) -> None:
         self._say(text)
 
+    def said(self, text: str) -> None:
+        self._say(text)
+
     def stop(self) -> None:
         pass
 
@@ -524,6 +531,9 @@ class Bar:
     def stage(self, text: str) -> None:
         room = max(20, self._progress.console.width - _BAR)
         self._progress.update(self._task, description=shorten(text, longest=room))
+
+    def said(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
 
     def stop(self) -> None:
         self._progress.stop()
