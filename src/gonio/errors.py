@@ -77,6 +77,18 @@ def listing(names: Sequence[str], *, limit: int = 12) -> Message:
     return shown if len(names) <= limit else say("{shown} and {more} more", shown=shown, more=len(names) - limit)
 
 
+def first_line(error: BaseException, longest: int = 200, *, kind: bool = False) -> str:
+    r"""The first line of what an exception says, cut; its type where it says nothing, and before it on request.
+
+    Example:
+        >>> from gonio.errors import first_line
+        >>> first_line(ValueError("no\nmore")), first_line(RuntimeError()), first_line(ValueError("no"), kind=True)
+        ('no', 'RuntimeError', 'ValueError: no')
+    """
+    name, said = type(error).__name__, str(error).strip().partition("\n")[0][:longest]
+    return f"{name}: {said}" if kind and said else said or name
+
+
 class InvalidArgumentError(GonioError, ValueError):
     """An argument has an invalid value."""
 

@@ -239,7 +239,7 @@ def test_settings_are_shown_in_chinese() -> None:
 
 def test_a_dry_run_is_shown_in_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("scipy")
-    monkeypatch.setattr("gonio.lab.planning.dry_run._seconds", lambda plan, jobs: 60.0)
+    monkeypatch.setattr("gonio.lab.planning.dry_run.plan_seconds", lambda plan, jobs: 60.0)
     said = gonio.lab.dry_run(gonio.lab.make_plan(["switchable-norm"], seeds=8), jobs=1)
     with gonio.language("zh"):
         shown = local(said)

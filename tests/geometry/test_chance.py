@@ -24,13 +24,14 @@ from gonio.geometry import (
     welch_bound,
 )
 from gonio.geometry.chance import (
+    SpectrumDeviation,
     expected_pairs_above,
     random_angle_std,
     random_coherence,
     random_largest_singular_value,
     random_orthogonality_defect,
     random_spectrum_distance,
-    spectrum_deviation,
+    spectrum_deviations,
 )
 from references import geometry as reference
 from references.measuring import angle_std_by_chance, coherence_by_chance, defect, distance_from_marchenko_pastur
@@ -38,6 +39,10 @@ from tolerances import close
 
 SIGMAS = 4.5  # a right simulation fails this far out once in 1e5 tests
 normal = partial(seeded, dtype=torch.float64)
+
+
+def _deviation(values: torch.Tensor, rows: int, cols: int) -> SpectrumDeviation | None:
+    return spectrum_deviations(values[None], rows, cols)[0]
 
 
 def directions(count: int, n: int, d: int) -> Tensor:
@@ -108,7 +113,7 @@ def test_quantities_of_random_directions(count: int, dim: int) -> None:
 @pytest.mark.parametrize("shape", [(2, 9), (9, 2), (12, 12), (30, 20), (20, 30), (64, 65), (100, 1000)])
 def test_distance_and_defect_of_a_spectrum_follow_their_definitions(shape: tuple[int, int], scale: float) -> None:
     for matrix in (normal(*shape), normal(*shape) + 0.3, torch.eye(*shape, dtype=torch.float64)):
-        found = spectrum_deviation(torch.linalg.svdvals(matrix * scale), *shape)
+        found = _deviation(torch.linalg.svdvals(matrix * scale), *shape)
         values = np.linalg.svd(matrix.numpy(), compute_uv=False)
         # The law is tabulated at 4097 points of a smooth variable; between them the share moves by at most 1/2000.
         assert found.distance == pytest.approx(distance_from_marchenko_pastur(values, *shape), abs=5e-4)
@@ -117,7 +122,7 @@ def test_distance_and_defect_of_a_spectrum_follow_their_definitions(shape: tuple
 
 @pytest.mark.parametrize("shape", [(4, 40), (16, 27), (64, 64), (200, 100), (100, 1500)])
 def test_distance_and_defect_of_random_matrices(shape: tuple[int, int]) -> None:
-    found = [spectrum_deviation(torch.linalg.svdvals(normal(*shape, seed=seed)), *shape) for seed in range(60)]
+    found = [_deviation(torch.linalg.svdvals(normal(*shape, seed=seed)), *shape) for seed in range(60)]
     distances = torch.tensor([deviation.distance for deviation in found])
     assert float(distances.mean()) == pytest.approx(random_spectrum_distance(*shape), rel=0.15)
     assert float(distances.max()) < 2 * random_spectrum_distance(*shape)
@@ -138,13 +143,13 @@ def test_outliers_are_counted() -> None:
     spike = 12 * torch.outer(normal(60, seed=1) / sqrt(60), normal(80, seed=2) / sqrt(80)) * sqrt(80) / 3
     two = matrix + spike + 4 * torch.outer(normal(60, seed=3), normal(80, seed=4)) / sqrt(60)
     values = torch.linalg.svdvals(two)
-    found = spectrum_deviation(values, 60, 80)
-    plain = spectrum_deviation(torch.linalg.svdvals(matrix), 60, 80)
+    found = _deviation(values, 60, 80)
+    plain = _deviation(torch.linalg.svdvals(matrix), 60, 80)
     assert found.outliers == 2
     assert found.outlier_share == pytest.approx(float(values[:2].square().sum() / values.square().sum()))
     assert (plain.outliers, plain.outlier_share) == (0, 0.0)
     assert found.distance > 1.5 * plain.distance
-    assert spectrum_deviation(values[:1], 1, 80) is None
+    assert _deviation(values[:1], 1, 80) is None
 
 
 @pytest.mark.parametrize(

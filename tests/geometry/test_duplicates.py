@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from catalog import seeded
 from geometry.examples import REPEATABLE
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import angles, cosines, duplicates, near_duplicates, normalize, sign_hash, sign_similarity
-from gonio.geometry.duplicates import cheapest_search
+from gonio.geometry.duplicates import ROUNDING, cheapest_search, earliest_parallel
 
 LARGE = 6000
 
@@ -211,3 +212,13 @@ def test_refusals(vectors: Tensor, options: dict[str, float], message: str) -> N
         near_duplicates(vectors, **options)
     with pytest.raises(InvalidArgumentError, match="bits >= 1; found bits=0"):
         sign_hash(torch.zeros(2, 3), 0)
+
+
+@pytest.mark.parametrize(("n", "d"), [(0, 3), (5, 1), (3000, 2), (2000, 3), (9000, 2), (9000, 40), (30000, 4)])
+def test_the_earliest_parallel_row_is_that_of_all_pairs(n: int, d: int) -> None:
+    vectors = seeded(n, d)
+    if n > 5:
+        vectors[n // 2], vectors[n - 1], vectors[7], vectors[9] = -3 * vectors[3], 2 * vectors[3], 0.0, 0.0
+    first, second = near_duplicates(vectors, cosine=1 - ROUNDING).pairs.unbind(1)
+    expected = torch.arange(n).scatter_reduce(0, second, first, "amin")
+    assert torch.equal(earliest_parallel(vectors, cosine=1 - ROUNDING), expected)

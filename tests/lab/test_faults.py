@@ -16,13 +16,13 @@ import pytest
 from gonio.errors import StudyError
 from gonio.escaping import write_text
 from gonio.lab import RunRecord, Study, StudyPlan, make_script_plan, run
-from gonio.lab.running.scheduler import Quiet
+from gonio.lab.running.scheduler import Watcher
 from lab.faults import KILLED, Layer, fail, faulty, kill
 from lab.plans import OWN, Here
 from lab.processes import exit_code, forked
 
 
-class Journal(Quiet):
+class Journal(Watcher):
     """Writes down which runs were said to be done, past the layer."""
 
     def __init__(self, path: Path) -> None:

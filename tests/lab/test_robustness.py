@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from gonio.lab import AttackConfig, Split, Task, TrainingConfig
 from gonio.lab.running.robustness import (
-    AttackBall,
     attacked_split,
     fgsm,
     from_text,
@@ -64,7 +63,7 @@ def least_margin(model: nn.Linear, inputs: Tensor, targets: Tensor, epsilon: flo
 
 def test_fgsm_and_pgd_reach_the_analytic_optimum_of_a_linear_model() -> None:
     model, inputs, targets = linear()
-    ball = AttackBall(EPSILON)
+    ball = AttackConfig(epsilon=EPSILON)
     best = least_margin(model, inputs, targets, EPSILON)
     stepped = fgsm(model, inputs, targets, ball)
     torch.testing.assert_close(-margin(model(stepped), targets).detach(), best, **exact(torch.float64))
@@ -80,12 +79,12 @@ def test_fgsm_and_pgd_reach_the_analytic_optimum_of_a_linear_model() -> None:
 def test_pgd_with_restarts_finds_what_can_be_found_among_many_classes() -> None:
     model, inputs, targets = linear(classes=5)
     best = least_margin(model, inputs, targets, EPSILON)
-    moved = pgd(model, inputs, targets, AttackBall(EPSILON), steps=40, restarts=6, generator=draw())
+    moved = pgd(model, inputs, targets, AttackConfig(epsilon=EPSILON), steps=40, restarts=6, generator=draw())
     standing = survive(model, moved, targets)
     assert bool((standing[best > 0]).all())  # nobody does better than the optimum
     missed = int((standing & (best < 0)).sum())
     assert missed <= 0.02 * len(inputs)  # ascending a sum over classes can end at the wrong one
-    once = survive(model, fgsm(model, inputs, targets, AttackBall(EPSILON)), targets)
+    once = survive(model, fgsm(model, inputs, targets, AttackConfig(epsilon=EPSILON)), targets)
     assert int(standing.sum()) <= int(once.sum())
 
 
@@ -93,7 +92,7 @@ def test_pgd_with_restarts_finds_what_can_be_found_among_many_classes() -> None:
 def test_no_attack_leaves_its_ball(bounds: tuple[float | None, float | None]) -> None:
     model, inputs, targets = linear(classes=3)
     inputs = inputs.clamp(*bounds) if bounds[0] is not None else inputs
-    ball = AttackBall(EPSILON, *bounds)
+    ball = AttackConfig(epsilon=EPSILON, low=bounds[0], high=bounds[1])
     for moved in (
         fgsm(model, inputs, targets, ball),
         noisy(inputs, ball, draw()),

@@ -26,7 +26,7 @@ from gonio.lab import Run, RunRecord, Study, StudyPlan, make_plan, make_script_p
 from gonio.lab.running import scheduler
 from gonio.lab.running.engines import Local
 from gonio.lab.running.engines.local import Worker
-from gonio.lab.running.scheduler import Bar, Lines, Quiet
+from gonio.lab.running.scheduler import Bar, Lines, Watcher
 from gonio.lab.running.scripts import execute_script
 from lab.own_training import noisy
 from lab.plans import OWN, TINY, Here
@@ -149,7 +149,7 @@ def test_a_killed_fork_server_takes_no_run_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_folder_that_is_moved_meanwhile_is_not_made_again(tmp_path: Path) -> None:
-    class Mover(Quiet):
+    class Mover(Watcher):
         def run_ended(self, record: RunRecord) -> None:
             if record.seed == 1:
                 (tmp_path / "study").rename(tmp_path / "moved")

@@ -14,7 +14,7 @@ import torch
 from gonio.errors import InvalidArgumentError, MissingExtraError, PlanChangedError
 from gonio.lab import RunRecord, Study, StudyPlan, make_plan, run
 from gonio.lab.plan import TUNING_SEED
-from gonio.lab.running.scheduler import Quiet, trial_jobs
+from gonio.lab.running.scheduler import Watcher, trial_jobs
 from gonio.lab.running.training import execute_trial
 from gonio.lab.running.tuning import Trial, best, propose, ready, settled, space_of
 from gonio.recipes import Recipe
@@ -167,7 +167,7 @@ def test_a_tuned_study_end_to_end_and_again(tmp_path: Path) -> None:
     plan = tiny_plan(9, seeds=1)
     seen: list[str] = []
 
-    class Watching(Quiet):
+    class Watching(Watcher):
         def start(self, total: int, done: int) -> None:
             seen.append(f"{done} of {total}")
 

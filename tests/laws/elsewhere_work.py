@@ -25,6 +25,7 @@ from gonio.errors import GonioError
 from gonio.lab.running.training import execute_run
 from gonio.lab.tasks import digits
 from gonio.lab.tasks.task import Task
+from gonio.parametrizations import SpectralNorm
 from laws.elsewhere import DEVICE, register, second_device
 from laws.support import perturbed
 
@@ -33,6 +34,13 @@ Move = Callable[[nn.Module], nn.Module]
 
 def _state(model: nn.Module) -> dict[str, Any]:
     return {name: x.detach().cpu().double().tolist() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+
+
+def _signless(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state in which singular vectors, whose common sign is arbitrary, have none."""
+    owners = [name for name, each in model.named_modules() if isinstance(each, SpectralNorm)]
+    owned = {f"{owner}.{name}" for owner in owners for name, _ in model.get_submodule(owner).named_buffers()}
+    return {name: torch.tensor(x).abs().tolist() if name in owned else x for name, x in state.items()}
 
 
 def _all_there(model: nn.Module, device: str) -> None:
@@ -51,7 +59,7 @@ def applied(case: VerbCase, device: str) -> dict[str, Any]:
     except GonioError as error:  # a copy is refused, as that of a model with a hold; then it is so on every device
         return {"refused": type(error).__name__}
     _all_there(model, device)
-    found = {"state": _state(model), "said": str(edited)}
+    found = {"state": _signless(_state(model), model), "said": str(edited)}
     edited.undo_()
     _all_there(model, device)
     assert _state(model) == before, "its undo did not restore the model"

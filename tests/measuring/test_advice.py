@@ -182,8 +182,21 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)), {"batch": 1e9 * seeded(64, 6)}),
             ],
         ),
+        "G101": (
+            [(zero_gains(normed()), {}), (zero_gains(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))), {})],
+            [(normed(), {}), (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, elementwise_affine=False)), {})],
+        ),
+        "G415": (
+            [(half_loaded(trained=2), {}), (half_loaded(trained=3), {}), (half_loaded(trained=3).bfloat16(), {})],
+            [
+                *((half_loaded(trained=n), {}) for n in (0, 1, 4)),
+                (half_loaded(trained=2, dtype=torch.complex64), {}),
+                (adapters_at_their_start(), {}),
+                *((model, {}) for model in (normed(), plain, convolutions(nn.BatchNorm2d))),
+            ],
+        ),
         "G411": (
-            [(forgotten(normed()), {})],
+            [(forgotten(normed()), {}), (as_built(normed()), {})],
             [
                 *((normed(), {}), (convolutions(nn.BatchNorm2d), {}), (forgotten(convolutions(nn.BatchNorm2d)), {})),
                 *((drawn(kind), {}) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
@@ -288,6 +301,44 @@ def forgotten(model: nn.Sequential) -> nn.Sequential:
     for norm in (model[1], model[4]):
         norm.reset_running_stats()
         nn.init.normal_(norm.bias)  # as training leaves it; initialisations draw gains alone
+    return model
+
+
+def as_built(model: nn.Sequential) -> nn.Sequential:
+    """The last norm alone is as at the start, unlike the one before it."""
+    model[4].reset_parameters()
+    return model
+
+
+class Adapted(nn.Module):
+    """A trained layer with a change of low rank that has not begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(16, 16), nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+        nn.init.normal_(self.base.weight), nn.init.normal_(self.base.bias), nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        changed: Tensor = self.base(x) + self.up(self.down(x))
+        return changed
+
+
+def adapters_at_their_start() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Adapted(), Adapted(), Adapted())
+
+
+def half_loaded(*, trained: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Four layers, of which the first ones are not as torch builds them."""
+    model = nn.Sequential(*(nn.Linear(16, 16, dtype=dtype) for _ in range(4)))
+    for layer in model[:trained]:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    return model
+
+
+def zero_gains(model: nn.Sequential) -> nn.Sequential:
+    nn.init.zeros_(model[1].weight)
     return model
 
 

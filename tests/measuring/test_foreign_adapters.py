@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import gonio
 from bank.files.adapters import Mixture, Net, adapted, base, plain
 from foreign import torchvision
 from gonio.measuring import difference, measure
@@ -206,3 +207,18 @@ def test_a_configuration_is_checked_key_by_key() -> None:
         return AdapterConfig({"alpha_pattern": {"b.c": 2}}).pattern("alpha_pattern", path)
 
     assert (fits("b.c"), fits("a.b.c"), fits("a.b.cd"), fits("ab.c")) == (2, 2, None, None)
+
+
+def test_a_frozen_factor_of_an_adapter_is_no_layer_that_was_never_loaded() -> None:
+    """As LoRA-FA trains: B alone, so that A keeps the values with which torch built it."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    for layer in net:
+        torch.nn.init.normal_(layer.weight), torch.nn.init.normal_(layer.bias)
+    model = peft.get_peft_model(net, peft.LoraConfig(target_modules=["0", "1"], r=4, init_lora_weights=True))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert "G415" not in {finding.code for finding in gonio.measure(model).findings}
+    net.append(torch.nn.Linear(16, 16))
+    assert "G415" in {finding.code for finding in gonio.measure(model).findings}

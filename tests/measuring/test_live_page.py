@@ -11,8 +11,8 @@ from torch import nn
 
 import gonio
 from gonio.errors import InvalidArgumentError
-from gonio.measuring.showing import live
-from gonio.measuring.showing.live import SECONDS, LivePage
+from gonio.measuring.showing import training
+from gonio.measuring.showing.training import SECONDS, LivePage
 
 REFRESH = f'data-reload="{SECONDS}"'
 
@@ -60,8 +60,8 @@ def test_it_is_written_from_the_first_measured_step_on(network: Any, tmp_path: P
 
 
 def test_it_is_written_again_when_it_is_due(network: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "SECONDS", 0)
-    monkeypatch.setattr(live, "_SHARE", 1e9)
+    monkeypatch.setattr(training, "SECONDS", 0)
+    monkeypatch.setattr(training, "_SHARE", 1e9)
     model, optimizer = network
     path = tmp_path / "run.html"
     tracker = gonio.Tracker(model, optimizer=optimizer, every=1, page=path)

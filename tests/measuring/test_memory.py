@@ -33,6 +33,10 @@ MEASURE = """
 found = gonio.measure(sys.argv[1])
 print(len(found.layers), peak())
 """
+MANY_FILTERS = """
+found = gonio.measure({"w.weight": torch.randn(300_000, 2)})
+print(len(found.layers), peak())
+"""
 COMPARE = """
 torch.set_num_threads(1)
 small = {"w.weight": torch.randn(600, 700)}
@@ -77,3 +81,10 @@ def test_a_comparison_holds_little_beside_the_two_files(tmp_path: Path) -> None:
     # Both tensors as they are stored, and what blocks, bases of subspaces and one held difference take; either of them
     # in float32 would be 200 MB more.
     assert more < 2 * size + 600 * 10**6
+
+
+def test_memory_of_many_short_filters_grows_with_their_number_alone() -> None:
+    """Tens of millions of their pairs are parallel by chance."""
+    layers, peak = printed(MANY_FILTERS)
+    assert layers == 1
+    assert peak < 600e6

@@ -99,3 +99,15 @@ def test_gains_and_shifts_of_a_norm(model: nn.Sequential) -> None:
 def test_layers_without_filters_or_gains_are_refused(model: nn.Sequential) -> None:
     with pytest.raises(gonio.GonioError, match="even_out_"):
         gonio.even_out_(model, where="2")
+
+
+@torch.no_grad()
+def test_rows_of_an_embedding() -> None:
+    table = nn.Embedding(50, 16)
+    before = table.weight.clone()
+    table.weight[3, 2] = torch.nan
+    table.weight[7] *= 1000
+    gonio.even_out_(nn.Sequential(table, nn.Linear(16, 2)), where="0")
+    assert table.weight[3, 2] == 0
+    assert float(table.weight[7].norm() / before[7].norm()) < 3
+    assert torch.equal(table.weight[8:], before[8:])

@@ -15,8 +15,9 @@ import gonio
 from catalog import LAYERS, seeded
 from gonio import nn as gnn
 from gonio.errors import InvalidArgumentError
+from gonio.geometry.views import why_not_dense
 from gonio.surgery import facts, followed_by_norm
-from gonio.surgery.facts import UNKNOWN, Facts, facts_of, measure, why_not_dense
+from gonio.surgery.facts import UNKNOWN, Facts, facts_of, measure
 from gonio.surgery.graph import trace
 
 

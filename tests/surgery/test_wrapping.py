@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gonio
 from catalog import VERBS, VerbCase
 from gonio import nn as gnn
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
 from gonio.errors import NotApplicableError
 from gonio.surgery import calibrate_
 from laws.support import assert_near, over

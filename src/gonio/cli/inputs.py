@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gonio import models
 from gonio.cli.app import print_err, users_code
-from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError
+from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.hub import snapshot
 from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent
@@ -22,7 +22,7 @@ from gonio.messages import say
 from gonio.models.by_name import ModelFactory, is_user_code
 from gonio.seeding import RandomInput
 from gonio.surgery import Selector, as_selector
-from gonio.surgery.equivalent import misfit, outputs
+from gonio.surgery.equivalent import fitting, outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 _SOURCE_SUFFIXES = (*KINDS, ".json")
@@ -148,14 +148,5 @@ def _batch_from_file(path: Path) -> Any:
 
 def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
     """Run the model on a batch of the user; its error becomes one of the option."""
-    try:
+    with fitting(model, batch, option, always=True):
         outputs(model, batch)
-    except GonioError:
-        raise
-    except Exception as error:  # whatever a user's model raises
-        found, do = misfit(model, batch)
-        found = found or (str(error).splitlines() or [type(error).__name__])[0]
-        do = do or "Give the sizes of the model's input."
-        raise InvalidArgumentError(
-            say("{option} must be an input that the model takes", option=option), found, do
-        ) from error

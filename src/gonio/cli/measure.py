@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from json import dumps
 from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, made_now, print_err, save, save_formats, show
+from gonio.cli.app import ExitCode, check_folders, made_now, print_err, save_formats, show
 from gonio.cli.progressing import progress
 from gonio.errors import InvalidArgumentError
 from gonio.messages import Message, fixed, local, say
@@ -184,10 +183,8 @@ def _write(found: Measurements | Differences | Changes | Widths, targets: dict[s
 
 
 def _write_outline(outline: Outline, json: str | None) -> None:
-    if json is None:
+    if not save_formats({"json": json}, {"json": outline.to_json}):
         show(outline)
-    else:
-        save(dumps(outline.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
 
 
 def _summarise(verdict: Message, found: Sequence[Finding]) -> None:

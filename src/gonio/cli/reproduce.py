@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from gonio.lab.claims import Claim, ClaimOptions, ClaimResults
 
 _FOLDER = Path("gonio-claims")
-_START = 0.3  # seconds to start a run's process
 
 _Names = Annotated[
     list[str] | None,
@@ -83,6 +81,7 @@ def reproduce(
     the same command to resume.
     """
     from gonio.lab.claims import ClaimOptions, load_claims, shipped_names
+    from gonio.lab.claims.experiment import command_of
 
     claims: Sequence[Claim] = load_claims(names or ())
     if list_claims:
@@ -95,7 +94,8 @@ def reproduce(
     if dry_run:
         _show_plans(claims, chosen, jobs)
         return
-    _run(claims, chosen, output, jobs=jobs, json=json, command=_command(names or (), chosen, output))
+    beside = {"--data": data, "-o": output if output != _FOLDER else None}
+    _run(claims, chosen, output, jobs=jobs, json=json, command=command_of(names or (), chosen, beside))
 
 
 def _list(claims: Sequence[Claim]) -> None:
@@ -110,23 +110,11 @@ def _list(claims: Sequence[Claim]) -> None:
     print_out("\n".join(aligned([tuple(map(local, row)) for row in rows])))
 
 
-def _command(names: Sequence[str], chosen: ClaimOptions, output: Path) -> str:
-    """The command that repeats the run: everything but defaults and settings of this machine."""
-    words = ["gonio", "reproduce", *names, *(["--full"] if chosen.full else [])]
-    named = {"--device": None if chosen.device == "cpu" else chosen.device}
-    named |= {"--task": chosen.task, "--model": chosen.model, "--data": chosen.data}
-    numbers = {"--seeds": chosen.seeds, "--first-seed": chosen.first_seed}
-    for option, value in {**named, **numbers, "-o": output if output != _FOLDER else None}.items():
-        words += [option, str(value)] if value else []
-    return shlex.join(words)
-
-
 def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None) -> None:
     """Runs and estimated time of each claim, from a few training steps of each arm."""
     from gonio.lab.claims import plan_claim
-    from gonio.lab.planning.dry_run import run_seconds
+    from gonio.lab.planning.dry_run import plan_seconds
     from gonio.lab.running.engines import default_jobs
-    from gonio.lab.running.engines.local import Worker
 
     at_once, total = jobs or default_jobs(), 0.0
     for claim in claims:
@@ -134,14 +122,7 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
             print_out(say("{name}: not tried: {not_tried}", name=claim.name, not_tried=claim.not_tried))
             continue
         plan = plan_claim(claim, chosen)
-        worker = Worker(run_seconds, plan)
-        try:
-            found = worker.result()
-        finally:
-            worker.stop()
-        trials = plan.tuning.trials * plan.tuning.repeats if plan.tuning else 0
-        seconds = sum((each + _START) * (trials + len(plan.seeds)) + hit * len(plan.seeds) for each, hit in found)
-        seconds /= at_once
+        seconds = plan_seconds(plan, at_once)
         total += seconds
         size = f"{len(plan.recipes)} arms × {len(plan.seeds)} seeds"
         print_out(
@@ -188,12 +169,7 @@ def _run(
     show(claims_text(found))
     # claims of earlier calls stay on the page: no verdict depends on which were tried together
     every = claims_in(output) or found
-    print_out(
-        say(
-            "\npage: {page}",
-            page=write_claims_html(replace(every, command=command), output / "claims.html"),
-        )
-    )
+    print_out(say("\npage: {page}", page=write_claims_html(replace(every, command=command), output / "claims.html")))
     if json is not None:
         save(claims_json(found), json, "JSON")
     if chosen.model is None:

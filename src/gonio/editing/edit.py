@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import Site, sites
-from gonio.editing.wrapping import is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_
+from gonio.editing.where import Site, is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_, sites
 from gonio.errors import NotApplicableError, UndoError, listing
 from gonio.escaping import html_table
 from gonio.messages import Message, counted, fixed, local, say

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import run_reversed
-from gonio.editing.wrapping import holds_original, is_sharded, run_eagerly, unwrapped
+from gonio.editing.where import holds_original, is_sharded, run_eagerly, unwrapped
 
 _NESTED = 4  # levels of lists and dicts in an attribute in which modules are found
 

@@ -251,17 +251,12 @@ class SpectrumDeviation:
     defect: float  # root mean square of s_i² / mean(s²) − 1
 
 
-def spectrum_deviation(values: Tensor, rows: int, cols: int) -> SpectrumDeviation | None:
-    r"""Compare all singular values of some `rows` × `cols` matrices with those of random matrices.
+def spectrum_deviations(values: Tensor, rows: int, cols: int) -> list[SpectrumDeviation | None]:
+    r"""Compare all singular values of some `rows` × `cols` matrices, in each row, with those of random matrices.
 
     Random means independent entries of mean 0 and of the root mean square that the matrices have together, so a
-    common scale has no effect. `values` are in any order. None for a single row or column.
+    common scale has no effect. `values` are in any order. None for matrices of a single row or column.
     """
-    return spectrum_deviations(values.flatten()[None], rows, cols)[0]
-
-
-def spectrum_deviations(values: Tensor, rows: int, cols: int) -> list[SpectrumDeviation | None]:
-    """:func:`spectrum_deviation` of each row of singular values."""
     small, large = sorted((rows, cols))
     ordered = np.sort(values.double().cpu().numpy(), axis=1)  # on short vectors NumPy takes a third of torch's time
     largest = ordered[:, -1:]

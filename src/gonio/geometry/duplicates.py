@@ -19,8 +19,10 @@ from gonio.seeding import generator
 
 EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
 GRAM_BLOCK = 1024  # rows and columns of one Gram block
+COMPARED = 2e12  # multiplications, see Note [Costs]: half a minute of one core
 VERIFY = 1 << 12  # candidate pairs verified at once; small chunks stay in the cache
 ROUNDING = 1e-6  # of a float32 cosine
+RECALL = 0.999
 
 # Of banded sign hashing:
 BUCKET_LIMIT = 256  # neighbours that a vector is compared with in one bucket
@@ -90,7 +92,7 @@ class NearDuplicates:
         return f"{head}; {search}{capped if self.capped else ''}"
 
 
-def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = 0.999, seed: int = 0) -> NearDuplicates:
+def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = RECALL, seed: int = 0) -> NearDuplicates:
     r"""All pairs of rows with :math:`|\cos\theta| \ge` `cosine`: duplicates and antipodes.
 
     Small sets, and sets for which hashing would cost more, are searched exactly in blocks of the Gram matrix. Other
@@ -141,6 +143,61 @@ def near_duplicates(vectors: Array, *, cosine: float = 0.95, recall: float = 0.9
         return NearDuplicates(kept[pairs], cosines, cosine, len(vectors), "hashed", search.recall, capped)
 
 
+def earliest_parallel(vectors: Tensor, *, cosine: float) -> Tensor:
+    """For each row the number of the first row with this absolute cosine or a larger one to it, or its own number.
+
+    Pairs are not stored, so that memory grows with the rows alone. Of more rows than can be compared in
+    :data:`COMPARED` multiplications only those with equal directions are found. A zero row has its own number.
+
+    Shape: (n, d) → (n,), integers on the CPU.
+    """
+    with torch.no_grad(), full_precision(vectors):
+        unit, kept = _directions(vectors)
+        leaders, group = _of_equal_rows(unit)
+        some = unit[leaders] if len(leaders) < len(unit) else unit
+        n, d = some.shape
+        found = torch.arange(n, device=unit.device)
+        if n > EXACT_SIZE and cheapest_search(some, cosine, RECALL, 0) is not None:
+            first, second = near_duplicates(some, cosine=cosine, recall=RECALL).pairs.unbind(1)
+            found.scatter_reduce_(0, second, first, "amin")
+        elif n * n / 2 * (d + ENTRY_COST) <= COMPARED:
+            _first_of_each_(found, some, cosine)
+        earliest = torch.arange(len(vectors))
+        earliest[kept.cpu()] = kept[leaders[found[group]]].cpu()
+        return earliest
+
+
+def _of_equal_rows(unit: Tensor) -> tuple[Tensor, Tensor]:
+    """The first rows of all directions, equal up to the sign and to the last bit, and the place of each row's there."""
+    keys, rows = unit.new_empty(len(unit), dtype=torch.long), torch.arange(len(unit), device=unit.device)
+    for start, block in row_blocks(unit):
+        first = block.gather(1, (block != 0).int().argmax(1, keepdim=True)).sign()
+        bits = (block * first + 0.0).view(torch.int32).long()  # −0 becomes 0
+        draw = generator(0, "equal rows", bits.shape[1])
+        factors = torch.randint(1 << 62, (bits.shape[1],), generator=draw).to(unit.device)
+        keys[start : start + len(block)] = (bits * factors).sum(1)
+    _, key = keys.unique(return_inverse=True)
+    leader = rows.new_full((len(unit),), len(unit)).scatter_reduce_(0, key, rows, "amin")[key]
+    for start, block in row_blocks(unit):  # two directions with one key are told apart
+        own = rows[start : start + len(block)]
+        led = unit[leader[own]]
+        leader[own] = torch.where(((block == led).all(1) | (block == -led).all(1)), leader[own], own)
+    return leader.unique(return_inverse=True)
+
+
+def _first_of_each_(found: Tensor, unit: Tensor, cosine: float) -> None:
+    """Write the first parallel row of each; a row that has one is compared with no later ones."""
+    open_rows = torch.arange(len(unit), device=unit.device)
+    for start in range(0, len(unit), GRAM_BLOCK):
+        open_rows = open_rows[(open_rows > start) & (found[open_rows] == open_rows)]
+        block = unit[start : start + GRAM_BLOCK]
+        numbers = torch.arange(start, start + len(block), device=unit.device)
+        for rows in open_rows.split(GRAM_BLOCK):
+            hit = ((unit[rows] @ block.mT).abs() >= cosine) & (numbers < rows[:, None])
+            has, first = hit.max(1)  # the first of equal ones
+            found[rows[has]] = numbers[first[has]]
+
+
 def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Unit vectors of the rows that have a direction, and the numbers of these rows."""
     check_finite(vectors, "near_duplicates")
@@ -154,11 +211,13 @@ def _exact_search(unit: Tensor, cosine: float) -> tuple[Tensor, Tensor, int]:
     n = len(unit)
     pairs, cosines = [unit.new_zeros(0, 2, dtype=torch.long)], [unit.new_zeros(0)]
     room, left = max(EXACT_SIZE**2 // 2, n * BUCKET_LIMIT), 0
+    held = unit.new_empty(min(n, GRAM_BLOCK) ** 2)  # new blocks between kept pairs would scatter over the heap
     for i, j in combinations_with_replacement(range(0, n, GRAM_BLOCK), 2):
         if room < 0:
             left = n - i
             break
-        gram = unit[i : i + GRAM_BLOCK] @ unit[j : j + GRAM_BLOCK].mT
+        one, other = unit[i : i + GRAM_BLOCK], unit[j : j + GRAM_BLOCK]
+        gram = torch.mm(one, other.mT, out=held[: len(one) * len(other)].view(len(one), len(other)))
         # Most rows have no hit; two reductions find the rows that have one in a quarter of the time.
         rows = ((gram.amax(1) >= cosine) | (gram.amin(1) <= -cosine)).nonzero()
         hit = (gram[rows[:, 0]].abs() >= cosine).nonzero()

@@ -11,16 +11,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.blocks import Stored, normal_product, safe_scale
-from gonio.geometry.norms import (
-    Array,
-    as_matrices,
-    check_finite,
-    full_precision,
-    normalize,
-    whole,
-    widen,
-    widest,
-)
+from gonio.geometry.norms import Array, as_matrices, check_finite, full_precision, normalize, whole, widen, widest
 from gonio.seeding import generator
 
 

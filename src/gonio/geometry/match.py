@@ -92,7 +92,10 @@ def match(a: Array, b: Array, *, signs: Literal["same", "either"] = "same", seed
     with full_precision(rows[0]):
         first, second, cosines = _paired(rows[0], rows[1], signs)
         d = rows[0].shape[1]
-        random = [_random(len(x), d, seed, name) for x, name in zip(rows, "ab", strict=True)]
+        random = [
+            torch.randn(min(len(x), SIMULATED), d, generator=generator(seed, "match", name))
+            for x, name in zip(rows, "ab", strict=True)
+        ]
         chance = float(_paired(random[0], random[1], signs)[2].abs().mean())
     return Matching(
         first, second, cosines, chance, random_coherence(len(rows[0]) * len(rows[1]), d, quantile=CERTAINTY)
@@ -106,7 +109,3 @@ def _paired(a: Tensor, b: Tensor, signs: str) -> tuple[Tensor, Tensor, Tensor]:
     profit = cosines.abs() if signs == "either" else cosines
     first, second = (torch.from_numpy(x) for x in assign(profit.cpu().numpy(), maximize=True))
     return first, second, cosines[first, second].clamp(-1, 1)
-
-
-def _random(rows: int, d: int, seed: int, name: str) -> Tensor:
-    return torch.randn(min(rows, SIMULATED), d, generator=generator(seed, "match", name))

@@ -20,6 +20,7 @@ SAMPLE = 1024  # filters drawn of each matrix that has more than twice as many
 LENGTH = 1 << 24  # entries of the drawn filters, in float32 at once: 64 MiB
 FEWEST = 16  # filters drawn, however long they are
 LONG = 1 << 20  # length from which the drawn filters are not held in float32 either
+MANY = 1 << 22  # expected near pairs from which they are not searched among all filters
 BINS = 180  # one per degree
 DEGREES = 180 / pi
 PRODUCT = 1 << 21  # entries of one product of directions, at most
@@ -110,7 +111,9 @@ def pair_statistics_of_each(matrices: Tensor, gram: GramMatrix) -> list[PairStat
 
 def _search_all(matrices: Tensor, found: PairStatistics, name: str) -> PairStatistics:
     """The statistics with near duplicates searched among all filters instead of the sample."""
-    if found.near > found.count // 100:  # most filters are alike, which the sample shows
+    groups, n = matrices.shape[:2]
+    share = found.near / found.count
+    if share > 0.01 or share * groups * n * (n - 1) / 2 > MANY:  # of pairs that are not rare the sample says enough
         return found
     near, opposite, coherence, closest = 0, 0, found.coherence, found.closest
     for index, matrix in enumerate(matrices):

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import is_sharded, replicated
@@ -116,6 +117,29 @@ def has_filters(module: nn.Module, name: str = "weight") -> bool:
     except NotApplicableError:
         return False
     return True
+
+
+def why_not_dense(tensor: Tensor | None) -> str | None:
+    """Why the entries of a weight cannot be computed with; None if they can.
+
+    Example:
+        >>> from gonio.geometry.views import why_not_dense
+        >>> why_not_dense(nn.Linear(2, 2, dtype=torch.complex64).weight)
+        'its weight is complex'
+    """
+    if tensor is None:
+        return None
+    if is_lazy(tensor):
+        return "it is lazy; run one batch first"
+    if tensor.is_complex():
+        return "its weight is complex"
+    if tensor.layout is not torch.strided:
+        return f"its weight is stored as {str(tensor.layout).removeprefix('torch.')}"
+    kind = type(tensor)
+    own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not nn.Parameter
+    if own and not is_sharded(tensor) and not kind.__module__.startswith("torch._subclasses"):
+        return f"its weight is stored as {kind.__name__}, whose entries cannot be set"
+    return None if tensor.is_floating_point() else f"its weight is quantised to {str(tensor.dtype)[6:]}"
 
 
 def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:

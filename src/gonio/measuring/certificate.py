@@ -14,13 +14,14 @@ from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from gonio.editing.wrapping import run_eagerly, unwrapped
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
+from gonio.editing.where import run_eagerly, unwrapped
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.escaping import json_data, printed
+from gonio.geometry.views import why_not_dense
 from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator
-from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of, why_not_dense
+from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of
 from gonio.surgery.graph import Graph, trace
 
 _PAIRS = 0.02  # distance of the pairs of the lower bound, relative to the size of an input
@@ -200,7 +201,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:  # of tensors and modules that cannot be copied
-        why = f"it cannot be copied ({type(error).__name__}: {error})".splitlines()[0]
+        why = f"it cannot be copied ({first_line(error, kind=True)})"
         raise NotApplicableError("certify", "", why, "Fold its weights first.", action="bound") from error
 
 
@@ -210,7 +211,7 @@ def _outputs_of_one(bounds: UpperBounds, points: Tensor) -> Any:
     except GonioError:
         raise
     except Exception as error:  # of the model's own code
-        why = f"it does not run on one example ({type(error).__name__}: {error})".splitlines()[0]
+        why = f"it does not run on one example ({first_line(error, kind=True)})"
         do = "Certify a part that treats the examples of a batch separately."
         raise NotApplicableError("certify", "", why, do, action="bound") from error
 

@@ -170,11 +170,7 @@ def _prepared(threads: int) -> None:
 
 
 def _on_ray(
-    function: Callable[..., list[Result]],
-    words: Sequence[Any],
-    sizes: Sequence[int],
-    left: Sequence[int],
-    fine: bool,
+    function: Callable[..., list[Result]], words: Sequence[Any], sizes: Sequence[int], left: Sequence[int], fine: bool
 ) -> Parts[Result]:
     ray = _connected()
     task = ray.remote(num_cpus=1)(function)

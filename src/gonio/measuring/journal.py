@@ -63,13 +63,14 @@ class Journal(Generic[Row]):
 
     def _read(self, head: Mapping[str, Any]) -> int:
         """Read the rows; the number of bytes that hold whole lines."""
-        end = 0
+        end, known = 0, {field.name for field in fields(self._kind)}  # type: ignore[arg-type]
         for number, content, size in self._lines():
             if not number:
                 self._check_head(content, head)
             else:
                 try:
-                    self.rows[int(content["number"])] = self._row(content["row"])
+                    row = {name: _tuples(value) for name, value in content["row"].items() if name in known}
+                    self.rows[int(content["number"])] = self._kind(**row)
                 except (KeyError, TypeError, ValueError) as error:
                     raise self._unreadable(f"its line {number + 1} is no row") from error
             end += size
@@ -104,10 +105,6 @@ class Journal(Generic[Row]):
             f"{self.path.name}, of another one (other {', '.join(other) or 'keys'})",
             "Name another file, or delete this one.",
         )
-
-    def _row(self, content: Mapping[str, Any]) -> Row:
-        known = {field.name for field in fields(self._kind)}  # type: ignore[arg-type]
-        return self._kind(**{name: _tuples(value) for name, value in content.items() if name in known})
 
 
 def _tuples(value: Any) -> Any:

@@ -28,9 +28,8 @@ from gonio.measuring.findings.rules import Finding, findings_by
 from gonio.measuring.findings.state_rules import STATE_RULES
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.showing.live import SECONDS, LivePage, checked_page
 from gonio.measuring.showing.table import frame_from
-from gonio.measuring.showing.training import training_page
+from gonio.measuring.showing.training import SECONDS, LivePage, checked_page, training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.attention import ATTENTION, AttentionFigures, attention_rows
 from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
@@ -254,23 +253,15 @@ class Tracker:
                 rows.append(norms_of_shards(entry, weight, sums))
                 self.left_out[entry.path] = SHARDED
             else:
-                rows.append(
-                    self._measure_whole(entry if weight is None else replace(entry, load=partial(local, weight)))
-                )
+                whole = measure_tensor(entry if weight is None else replace(entry, load=partial(local, weight)))
+                rows.append(whole)
+                if self._histograms is not None:
+                    self._histograms |= histograms_of(entry, whole)
         sums.reduce()
         measured = [row if isinstance(row, TensorMeasurement) else row() for row in rows]
-        self._keep_warnings(findings_of(measured))
+        # rules on single weights say much of a network that has not learnt yet
+        self._keep(one for one in findings_of(measured) if one.level != "info")
         return {row.path: _figures(row) for row in measured}
-
-    def _measure_whole(self, entry: TensorEntry) -> TensorMeasurement:
-        measured = measure_tensor(entry)
-        if self._histograms is not None:
-            self._histograms |= histograms_of(entry, measured)
-        return measured
-
-    def _keep_warnings(self, findings: Iterable[Finding]) -> None:
-        """Keep those that are no remarks: rules on single weights say much of a network that has not learnt yet."""
-        self._keep(one for one in findings if one.level != "info")
 
     def undo_(self) -> None:
         """Remove the hooks by which steps of the optimizer are measured; rows stay."""
@@ -330,7 +321,8 @@ class Tracker:
             taken = self.training.take(optimizer)
             measured = {} if self._only_training else self._measure([entry for entry, _ in taken])
             found = {entry.path: measured.get(entry.path, {}) | figures for entry, figures in taken}
-            self._keep_warnings(findings_by(STATE_RULES, ((row, row.path) for row in self.training.state_rows())))
+            states = findings_by(STATE_RULES, ((row, row.path) for row in self.training.state_rows()))
+            self._keep(one for one in states if one.level != "info")
             if found:
                 self._record(self._step, self._with_attention(found))
         self._expect()

@@ -202,7 +202,7 @@ def widths(
             f"{len(set(sizes))} widths, {seeds} seeds, {steps} steps",
             "Use for example (64, 128, 256) and 4 seeds.",
         )
-    make = optimizer or _adam
+    make = optimizer or (lambda model: torch.optim.Adam(model.parameters(), lr=1e-3))
     runs = [(size, _run(factory(size), batch, loss, make, steps)) for size in sizes for _ in range(seeds)]
     paths = [path for path in runs[0][1] if all(path in found for _, found in runs)]
     if not paths:
@@ -212,17 +212,17 @@ def widths(
     return Widths(tuple(dict.fromkeys(sizes)), seeds, steps, rows, tuple(found))
 
 
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=1e-3)
-
-
 Figures = dict[str, tuple[float, float, float]]
 
 
 def _run(model: nn.Module, batch: tuple[Any, Any], loss: Loss, make: Any, steps: int) -> Figures:
     """RMS of the output, of its gradient and of its change, of each layer with weights in the order of the calls."""
     inputs, targets = batch
-    layers = {s.module: s.path for s in sites(model) if _has_weight(s.module)}
+    layers = {
+        s.module: s.path
+        for s in sites(model)
+        if any(p is not None and p.ndim > 1 for p in s.module._parameters.values())
+    }
     outputs: dict[str, Tensor] = {}
     expected: dict[str, float] = {}
 
@@ -269,10 +269,6 @@ def _run(model: nn.Module, batch: tuple[Any, Any], loss: Loss, make: Any, steps:
 def _around(path: str, others: Collection[str]) -> bool:
     """Whether a module with weights of its own is around another one: a model with a position added to its input."""
     return any(other != path and (not path or other.startswith(f"{path}.")) for other in others)
-
-
-def _has_weight(module: nn.Module) -> bool:
-    return any(p.ndim > 1 for p in module._parameters.values() if p is not None)
 
 
 def _rms(x: Tensor) -> float:

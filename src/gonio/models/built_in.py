@@ -77,6 +77,9 @@ def _classifier(width: int, num_classes: int) -> list[tuple[str, nn.Module]]:
 class ByteTransformer(nn.Module):
     r"""A causal transformer over bytes: embedding, blocks of attention and MLP with pre-layer-norm, logits.
 
+    Args:
+        dropout: probability with which an entry of the embedding and of what a block adds is 0 in training.
+
     Shape: :math:`(N, L)` integers below `vocabulary`, :math:`L \le` `context` → :math:`(N, L, V)` logits of the symbol
         after each position.
 
@@ -90,11 +93,21 @@ class ByteTransformer(nn.Module):
         Xiong et al., "On layer normalization in the transformer architecture", 2020, arXiv 2002.04745.
     """
 
-    def __init__(self, vocabulary: int = 256, *, width: int = 64, heads: int = 4, depth: int = 2, context: int = 128):
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        *,
+        width: int = 64,
+        heads: int = 4,
+        depth: int = 2,
+        context: int = 128,
+        dropout: float = 0.0,
+    ):
         super().__init__()
+        self.dropout = dropout
         self.embed = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         # torch draws embeddings with variance 1, compared with which the first outputs of the blocks are small
@@ -102,7 +115,7 @@ class ByteTransformer(nn.Module):
             self.embed.weight.mul_(width**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        embedded = self.embed(x) + self.position[: x.shape[1]]
+        embedded = F.dropout(self.embed(x) + self.position[: x.shape[1]], self.dropout, self.training)
         logits: Tensor = self.head(self.norm(self.blocks(embedded)))
         return logits
 
@@ -110,9 +123,9 @@ class ByteTransformer(nn.Module):
 class Block(nn.Module):
     """Residual attention, then a residual MLP."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -120,8 +133,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.norm1(x))
-        mixed: Tensor = x + self.down(F.relu(self.up(self.norm2(x))))
+        x = x + F.dropout(self.attend(self.norm1(x)), self.dropout, self.training)
+        added = self.down(F.relu(self.up(self.norm2(x))))
+        mixed: Tensor = x + F.dropout(added, self.dropout, self.training)
         return mixed
 
     def attend(self, x: Tensor) -> Tensor:
@@ -132,7 +146,7 @@ class Block(nn.Module):
         return mixed
 
 
-def byte_transformer(num_classes: int = 256, *, width: int = 64, depth: int = 2) -> nn.Module:
+def byte_transformer(num_classes: int = 256, *, width: int = 64, depth: int = 2, dropout: float = 0.0) -> nn.Module:
     """A :class:`ByteTransformer` of `depth` blocks of width `width` with 4 heads, for 128 bytes of context.
 
     Example:
@@ -142,7 +156,7 @@ def byte_transformer(num_classes: int = 256, *, width: int = 64, depth: int = 2)
         >>> model(torch.zeros(2, 16, dtype=torch.int64)).shape
         torch.Size([2, 16, 256])
     """
-    return ByteTransformer(num_classes, width=width, depth=depth)
+    return ByteTransformer(num_classes, width=width, depth=depth, dropout=dropout)
 
 
 # --- one depth, activation and normalisation at a time ---------------------------------------------------

@@ -21,12 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from gonio.errors import (
-    InvalidArgumentError,
-    UnknownNameError,
-    closest,
-    listing,
-)
+from gonio.errors import InvalidArgumentError, UnknownNameError, closest, listing
 from gonio.measuring.reading.hub import how_to_fetch
 from gonio.messages import joined, say
 from gonio.models.built_in import BUILT_IN
@@ -106,7 +101,7 @@ def _elsewhere(name: str) -> str:
         return say(
             "For a function of your own write FILE.py:FUNCTION, e.g. {file}.py:{name}.", file=file, name=function
         )
-    if "/" in name or name in _folders("transformers"):
+    if "/" in name or name in {path.name for path in _models_of("transformers") if path.is_dir()}:
         kind = say(" For random weights write transformers:{name}.", name=name) if "/" not in name else ""
         return joined([how_to_fetch(name), kind], "")
     holding = [library for library in ("timm", "torchvision") if name.isidentifier() and _defines(library, name)]
@@ -119,10 +114,6 @@ def _models_of(package: str) -> Iterator[Path]:
     for place in (found.submodule_search_locations or ()) if found else ():
         with suppress(OSError):
             yield from (Path(place) / "models").iterdir()
-
-
-def _folders(package: str) -> set[str]:
-    return {path.name for path in _models_of(package) if path.is_dir()}
 
 
 def _defines(package: str, name: str) -> bool:

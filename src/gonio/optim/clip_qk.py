@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, parameter_ids, real_optimizers, watch
-from gonio.editing.where import Where, as_selector, sites
-from gonio.editing.wrapping import is_replicated, refuse_shards, unwrapped
+from gonio.editing.where import Where, as_selector, is_replicated, refuse_shards, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.messages import counted, say
 from gonio.optim.holding import step_of_hold
@@ -253,7 +252,8 @@ class _Clip:
                 why = "several processes train, and the logits of the others are not known"
                 do = "Call clip_qk_ on the DistributedDataParallel that is around the model."
                 raise NotApplicableError("clip_qk_", "", why, do, action="clip logits of")
-            seen = [(block, _of_all(values, block, self._device())) for block, values in seen]
+            device = next(self._model.parameters()).device
+            seen = [(block, _of_all(values, block, device)) for block, values in seen]
         self.last = [(block, values) for block, values in seen if values is not None]
         self._check_observed()
         if not self.last or not bool((torch.cat([values for _, values in self.last]) > self.limit).any()):
@@ -267,9 +267,6 @@ class _Clip:
                     factor = math.sqrt(factor)
                     _scale_(parameters, block.key[block.groups[head]], factor)
                 _scale_(parameters, block.query[head], factor)
-
-    def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
 
     def _check_observed(self) -> None:
         """Nothing was observed in the first steps: a clip without effect is said to be one."""

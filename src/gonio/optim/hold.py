@@ -12,21 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import (
-    check_optimizer,
-    parameter_ids,
-    per_parameter,
-    real_optimizers,
-    take_out_,
-)
+from gonio.editing.steps import check_optimizer, parameter_ids, per_parameter, real_optimizers, take_out_
 from gonio.editing.where import Where, as_selector, sites
-from gonio.errors import (
-    AlreadyAppliedError,
-    InvalidArgumentError,
-    NoMatchError,
-    NotApplicableError,
-    listing,
-)
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
 from gonio.messages import say
@@ -354,7 +342,9 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         why = f"{of} 0 or not finite in {norms.dtype}, and cannot be held"
         raise refuse(why, "Initialise them, or exclude the layer in `where`.")
     if radius == "initial":
-        radii, at = norms.clone(), _range(norms)
+        radii, low, high = norms.clone(), float(norms.min()), float(norms.max())
+        same = f"{low:.4g}" == f"{high:.4g}"
+        at = f"{low:.4g}" if same else say("{low:.4g} to {high:.4g}", low=low, high=high)
     else:
         radii, at = torch.where(norms > 0, float(radius), 0.0).to(norms.dtype), f"{radius:g}"
         value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
@@ -365,12 +355,6 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         ref.path, said if norm != "spectral" else say("{name}: spectral norm of {n} {parts} held at {at}", **told)
     )
     return HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
-
-
-def _range(norms: Tensor) -> str:
-    low, high = float(norms.min()), float(norms.max())
-    same = f"{low:.4g}" == f"{high:.4g}"
-    return f"{low:.4g}" if same else say("{low:.4g} to {high:.4g}", low=low, high=high)
 
 
 # --- the optimizer ------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from typing import Any, overload
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gonio.editing.where import sites
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import sites, unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.weights import view_shape, weights_of
@@ -144,9 +143,12 @@ def _weights(model: nn.Module) -> tuple[set[int], set[int]]:
 def _why_spared(name: str, parameter: nn.Parameter, weights: set[int], tables: set[int]) -> str | None:
     if id(parameter) in weights:
         return None
+    bias = "bias" in name.rsplit(".", 1)[-1]
+    return "a table that is looked up" if id(parameter) in tables and not bias else why_no_weight(name, parameter)
+
+
+def why_no_weight(name: str, parameter: nn.Parameter) -> str:
+    """What a parameter is that no layer uses as a weight with filters."""
     if "bias" in name.rsplit(".", 1)[-1]:
         return "a bias"
-    if id(parameter) in tables:
-        return "a table that is looked up"
-    few = sum(size > 1 for size in parameter.shape) < 2
-    return "one number per unit" if few else "no weight with filters"
+    return "one number per unit" if sum(size > 1 for size in parameter.shape) < 2 else "no weight with filters"

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import Site, sites
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import Site, sites, unwrapped
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.views import PLAIN, Layout, matrix_view, unview
-from gonio.penalty.decay import Groups, check_decay, decay_reasons
+from gonio.geometry.views import PLAIN, Layout, matrix_view, unview, why_not_dense
+from gonio.penalty.decay import Groups, check_decay, decay_reasons, why_no_weight
 from gonio.penalty.output_layers import output_layers
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.weights import WeightRef, view_shape, weights_of
 from gonio.surgery.blocks import Anatomy
-from gonio.surgery.facts import TABLES, why_not_dense
+from gonio.surgery.facts import TABLES
 from gonio.surgery.stated import EXPERTS, HEADS, stated_number, stated_rows
 
 
@@ -183,7 +182,7 @@ def _kinds(
             found[name] = f"tied to the table {tables[id(parameter)]}" if tied else "a table that is looked up"
         elif ref is None or reasons[name] == "one number per unit":
             stated = _stacked(holders.get(id(parameter)), parameter)
-            found[name] = (_of_anatomy(heads, name, parameter) or stated) or _why_none(name, parameter)
+            found[name] = (_of_anatomy(heads, name, parameter) or stated) or why_no_weight(name, parameter)
         elif id(ref.module) in ends:
             found[name] = "the output layer"
         else:
@@ -202,12 +201,6 @@ def _of_heads(model: nn.Module, found: Mapping[str, Blocks | str]) -> list[str]:
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None]
-
-
-def _why_none(name: str, parameter: Tensor) -> str:
-    if "bias" in name.rsplit(".", 1)[-1]:
-        return "a bias"
-    return "one number per unit" if sum(size > 1 for size in parameter.shape) < 2 else "no weight with filters"
 
 
 def _of_anatomy(heads: Mapping[str, int] | Anatomy, name: str, parameter: Tensor) -> Blocks | None:

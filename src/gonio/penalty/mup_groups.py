@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from torch import nn
 
-from gonio.editing.where import sites
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import sites, unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.init.mup import Growth, Rule, entry_growth, growth
 from gonio.penalty.decay import Groups, check_decay, decay_reasons
@@ -100,7 +99,11 @@ def mup_groups(
     check_decay(weight_decay)
     model, base = unwrapped(model), unwrapped(base)
     spared = decay_reasons(model, penalty)
-    _check(lr, rule)
+    if rule not in get_args(Rule):
+        do = "Use 'adam' for AdamW, Adagrad, RMSprop and Lion as well."
+        raise InvalidArgumentError("param_groups(rule=) is 'adam' or 'sgd'", repr(rule), do)
+    if not (isfinite(lr) and lr > 0):
+        raise InvalidArgumentError("param_groups(mup=True) needs lr > 0", f"{lr}", "Pass that of the base.")
     own, others = (dict(one.named_parameters()) for one in (model, base))
     if apart := sorted(own.keys() ^ others.keys()):
         found = f"parameters of only one: {listing(apart, limit=4)}"
@@ -125,14 +128,6 @@ def _group(grown: Growth, rule: Rule, lr: float, decay: float) -> dict[str, Any]
     factor = grown.rate(rule)
     rates = {"lr": lr * factor, "weight_decay": decay / factor, "factor": factor}
     return {"params": [], **rates, "kind": grown.kind, "reason": _reason(grown, rule)}
-
-
-def _check(lr: float, rule: str) -> None:
-    if rule not in get_args(Rule):
-        do = "Use 'adam' for AdamW, Adagrad, RMSprop and Lion as well."
-        raise InvalidArgumentError("param_groups(rule=) is 'adam' or 'sgd'", repr(rule), do)
-    if not (isfinite(lr) and lr > 0):
-        raise InvalidArgumentError("param_groups(mup=True) needs lr > 0", f"{lr}", "Pass that of the base.")
 
 
 def _weights(model: nn.Module) -> tuple[set[int], dict[int, WeightRef]]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from gonio.editing.twin import set_tensors_, twin_of
 from gonio.editing.where import sites
+from gonio.errors import first_line
 from gonio.execution import is_sharded
 from gonio.geometry.views import has_filters
 from gonio.surgery.equivalent import call, examples_for
@@ -42,11 +43,15 @@ def output_layers(model: nn.Module) -> tuple[set[int], str]:
     for inner in () if sharded else _cores(model):
         for example in examples_for(inner):
             try:
-                found = _of_run(inner, example)
+                inputs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, example)
+                found = _from_mode(inner, inputs, training=False)
             except Exception as error:  # a model can raise anything at a size that it does not take
-                reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                reason = first_line(error, 100, kind=True)
                 continue
-            return {id(layer) for layer in found if layer is not model}, ""
+            with suppress(Exception):  # training may need more, such as labels
+                found |= _from_mode(inner, inputs, training=True)
+            layers = [site.module for site in sites(inner) if site.path in found]
+            return {id(layer) for layer in layers if layer is not model}, ""
     named = list(_named(model))
     return {id(layer) for layer in named}, "" if named else f"the model could not be run ({reason})"
 
@@ -57,14 +62,6 @@ def _cores(model: nn.Module) -> Iterator[nn.Module]:
     inside = [child for child in model.children() if any(True for _ in child.parameters())]
     if len(inside) == 1 and not model._parameters and not isinstance(model, nn.Sequential):
         yield from _cores(inside[0])
-
-
-def _of_run(model: nn.Module, example: Any) -> set[nn.Module]:
-    inputs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, example)
-    found = _from_mode(model, inputs, training=False)
-    with suppress(Exception):  # training may need more, such as labels
-        found |= _from_mode(model, inputs, training=True)
-    return {site.module for site in sites(model) if site.path in found}
 
 
 def _without_data(model: nn.Module) -> nn.Module:
@@ -89,7 +86,8 @@ def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[str]:
                 made[tensor.grad_fn] = path
 
     twin = _without_data(model).train(training)
-    layers = {site.path: site.module for site in sites(twin) if _has_weights(site.module)}
+    weighted = [site for site in sites(twin) if not isinstance(site.module, TABLES)]
+    layers = {s.path: s.module for s in weighted if any(has_filters(s.module, n) for n in s.module._parameters)}
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
         for path, layer in layers.items():
             hooks.enter_context(layer.register_forward_hook(partial(record, path)))
@@ -98,10 +96,6 @@ def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[str]:
     direct = direct if not isinstance(direct, Tensor) else (direct,)
     ends = [tensor.grad_fn for tensor in direct if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
     return {path for end in ends for path in _last(end, made) if has_filters(layers[path])}
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return not isinstance(module, TABLES) and any(has_filters(module, name) for name in module._parameters)
 
 
 def _last(end: Any, made: _Nodes) -> set[str]:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import Where
-from gonio.editing.wrapping import refuse_flat_shards
+from gonio.editing.where import Where, refuse_flat_shards
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
@@ -289,7 +288,8 @@ class Penalty:
         return f"Penalty: {len(self)} term{'s' * (len(self) != 1)}{skipped}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        rows = [(term.label.split("/")[0], describe(term.regularizer), _status(term)) for term in self._terms]
+        said = ["frozen: has no effect" if term.weight.frozen else term.remark for term in self._terms]
+        rows = [(t.label.split("/")[0], describe(t.regularizer), s) for t, s in zip(self._terms, said, strict=True)]
         return rows + [(b.weight.label, describe(b.regularizer), f"skipped: {b.skipped}") for b in self._skipped]
 
     def __str__(self) -> str:
@@ -307,7 +307,3 @@ def describe(regularizer: Regularizer) -> str:
         if field.name != "strength" and field.default is not MISSING and value != field.default:
             given.append(f"{field.name}={value!r}")
     return f"{type(regularizer).__name__}({', '.join(given)})"
-
-
-def _status(term: Term) -> str:
-    return "frozen: has no effect" if term.weight.frozen else term.remark

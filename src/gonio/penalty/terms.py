@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from gonio.editing.where import Where, as_selector, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.geometry.norms import whole
-from gonio.geometry.views import matrix_view, unview
+from gonio.geometry.views import matrix_view, unview, why_not_dense
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.penalty.hooks import OutputHook
 from gonio.penalty.parts import Cut, Cuts
@@ -24,7 +24,7 @@ from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, Weigh
 from gonio.regularizers.base import AddGradient
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy
-from gonio.surgery.facts import TABLES, why_not_dense
+from gonio.surgery.facts import TABLES
 from gonio.surgery.graph import Graph, trace
 
 if TYPE_CHECKING:

@@ -64,10 +64,12 @@ class Applied(Edited):
             >>> type(applied.make_optimizer()).__name__, len(applied.handover.held)
             ('AdamW', 2)
         """
-        if self.handover is None:
+        made = None if self.handover is None else self.handover.make(lr, weight_decay)
+        if made is None:
             do = "Build the optimizer that you would without the recipe."
+            do = do if self.handover is None else "Hand yours over: hold_(optimizer)."
             raise InvalidArgumentError(f"the recipe {self.verb!r} names no optimizer", "none to make", do)
-        return self.handover.make(lr, weight_decay)
+        return made
 
     def hold_(self, optimizer: Optimizer) -> Held | None:
         """Hand over an optimizer of your own: the recipe's hold and clip act on its steps. Returns the hold, if any.
@@ -195,13 +197,11 @@ class Handover:
         )
         weakref.finalize(model, self._end_waiting).atexit = False
 
-    def make(self, lr: float | None, weight_decay: float | None) -> Optimizer:
-        """The recipe's optimizer over all parameters, with what acts after its steps."""
+    def make(self, lr: float | None, weight_decay: float | None) -> Optimizer | None:
+        """The recipe's optimizer over all parameters, with what acts after its steps; None if it names none."""
         rule = self._optimizer
         if rule is None:
-            raise InvalidArgumentError(
-                f"the recipe {self._recipe!r} names no optimizer", "none to make", "Hand yours over: hold_(optimizer)."
-            )
+            return None
         given = {"lr": lr, "weight_decay": weight_decay}
         options = {**rule.arguments(), **{name: value for name, value in given.items() if value is not None}}
         if "lr" not in options:

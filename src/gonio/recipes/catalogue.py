@@ -117,7 +117,9 @@ def catalogue(verb: str) -> Mapping[str, Entry]:
         case "optimizer":
             entries = _optimizers()
         case _ if verb in AFTER_STEPS:
-            entries = iter([_after_steps(AFTER_STEPS[verb])])
+            act = AFTER_STEPS[verb]
+            described = _options_of(act, skip=2, hidden=("where", "heads", "example"))
+            entries = iter([(act.__name__, Entry(act.__name__, act, described))])
         case _:
             entries = _classes(regularizers, regularizers.Regularizer)
     return MappingProxyType(dict(entries))
@@ -176,11 +178,6 @@ def _optimizers() -> _Entries:
         yield name, Entry(name, make, MappingProxyType(options))
 
 
-def _after_steps(verb: Callable[..., Any]) -> tuple[str, Entry]:
-    name = verb.__name__
-    return name, Entry(name, verb, _options_of(verb, skip=2, hidden=("where", "heads", "example")))
-
-
 def _classes(namespace: ModuleType, base: type) -> _Entries:
     """Every concrete subclass of `base`, and its named constructors."""
     for _, value in _public(namespace):
@@ -236,7 +233,9 @@ def _options_of(
     for parameter in list(inspect.signature(target).parameters.values())[skip:]:
         if parameter.name in hidden or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        arms = _arms(hints.get(parameter.name))
+        annotation = hints.get(parameter.name)
+        united = typing.get_origin(annotation) in (Union, types.UnionType)
+        arms = typing.get_args(annotation) if united else (annotation,)
         plain = [made for made in map(_plain, arms) if made is not None]
         kinds = tuple(arm for arm in arms if isinstance(arm, type) and any(issubclass(o, arm) for o in allowed))
         if plain or kinds:
@@ -254,10 +253,6 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     if isinstance(function, type) and not is_dataclass(function):
         function = inspect.getattr_static(function, "__init__")
     return typing.get_type_hints(function)
-
-
-def _arms(annotation: Any) -> tuple[Any, ...]:
-    return typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 def _plain(annotation: Any) -> Any:

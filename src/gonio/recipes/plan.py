@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -268,12 +267,8 @@ def _with_left_out(assignment: Assignment, model: nn.Module) -> tuple[Assignment
     return replace(assignment, sites=named, skipped=skipped, changes=changes), ""
 
 
-def _holdable(model: nn.Module, where: Selector, **arguments: Any) -> tuple[dict[str, str], frozenset[str]]:
-    return holdable(model, where, **arguments), frozenset()
-
-
 _APPLICABLE: Mapping[str, Callable[..., tuple[dict[str, str], frozenset[str]]]] = {
-    "hold": _holdable,
+    "hold": lambda model, where, **arguments: (holdable(model, where, **arguments), frozenset()),
     "clip_qk": clippable,
 }
 

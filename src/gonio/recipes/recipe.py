@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -190,7 +190,9 @@ class Recipe:
         schema = Header.model_json_schema()
         keep = _mapping_schema({"where": _WHERE, "use": {"const": "keep"}}, ["use"], "leave these modules alone")
         for verb in VERBS:
-            rules = [_rule_schema(verb, use, entry) for use, entry in catalogue(verb).items()]
+            tensor = {"tensor": {"type": "string", "default": "weight"}} if verb in TENSOR_VERBS else {}
+            rules = [_part_schema({"where": _WHERE, "use": {"const": use}, **tensor}, each, required=each.required)
+                     for use, each in catalogue(verb).items()]  # fmt: skip
             description, items = f"rules of {verb}, first match wins", {"oneOf": [keep, *rules]}
             schema["properties"][verb] = {"type": "array", "items": items, "description": description}
         schema["properties"]["optimizer"] = {
@@ -282,14 +284,9 @@ _WHERE = {
 }
 
 
-def _rule_schema(verb: str, use: str, entry: Entry) -> dict[str, Any]:
-    properties: dict[str, Any] = {"where": _WHERE, "use": {"const": use}}
-    properties |= {"tensor": {"type": "string", "default": "weight"}} if verb in TENSOR_VERBS else {}
-    return _mapping_schema({**properties, **_options_schema(entry)}, ["use", *entry.required], entry.summary)
-
-
-def _part_schema(head: dict[str, Any], entry: Entry) -> dict[str, Any]:
-    return _mapping_schema({**head, **_options_schema(entry)}, ["use"] if "use" in head else [], entry.summary)
+def _part_schema(head: dict[str, Any], entry: Entry, required: Sequence[str] = ()) -> dict[str, Any]:
+    needed = [*(["use"] if "use" in head else []), *required]
+    return _mapping_schema({**head, **_options_schema(entry)}, needed, entry.summary)
 
 
 def _options_schema(entry: Entry) -> dict[str, Any]:

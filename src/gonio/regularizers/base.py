@@ -296,11 +296,7 @@ class OutputRegularizer(Regularizer):
 
     @abstractmethod
     def _evaluate(
-        self,
-        outputs: Tensor,
-        groups: int,
-        generator: torch.Generator | None,
-        process_group: ProcessGroup | None,
+        self, outputs: Tensor, groups: int, generator: torch.Generator | None, process_group: ProcessGroup | None
     ) -> Evaluation:
         """The value of outputs in their own dtype."""
 

@@ -145,11 +145,7 @@ class SelfOrthogonality(OutputRegularizer):
         return (torch.as_tensor(spread) - 1 / free) / (1 - 1 / free)
 
     def _evaluate(
-        self,
-        outputs: Tensor,
-        groups: int,
-        generator: torch.Generator | None,
-        process_group: ProcessGroup | None,
+        self, outputs: Tensor, groups: int, generator: torch.Generator | None, process_group: ProcessGroup | None
     ) -> Evaluation:
         x = widen(self._subset(outputs if outputs.ndim > 2 else outputs.unsqueeze(2), generator))
         least = torch.finfo(outputs.dtype).tiny

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
+from gonio.errors import first_line
 from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Logits, Mlp
@@ -73,7 +74,7 @@ def anatomy(model: nn.Module | str | os.PathLike[str], *, example: Any = None) -
     try:
         return plan.whole(_found_in(plan.model, example))
     except Exception as error:  # the model of a configuration can raise anything
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        said = first_line(error, kind=True)
         return replace(_NOTHING, unknown={"": say("the model of its configuration was not run ({error})", error=said)})
 
 
@@ -135,7 +136,7 @@ def _block_of(model: nn.Module, run: Recording, product: Product) -> Attention |
     try:
         return _Block(model, run, product, product.value, product.out).taken_apart()
     except RuntimeError as error:  # a function of the model's own
-        return say("derivatives cannot be computed: {error}", error=str(error).splitlines()[0][:80])
+        return say("derivatives cannot be computed: {error}", error=first_line(error, 80))
 
 
 def _one(run: Recording, x: Tensor) -> Call | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, move_state_
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.messages import fixed, joined, say
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction

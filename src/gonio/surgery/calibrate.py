@@ -105,7 +105,7 @@ def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]
         modules = {site.path: site.module for site in sites(plain)}
         for moments in layers:
             module = modules[moments.site.path].train()
-            stack.enter_context(_own_buffers(module))
+            stack.enter_context(own_buffers(module))
             stack.enter_context(module.register_forward_pre_hook(moments.add, with_kwargs=True))
         for batch in _in_step(batches, device, joins=any(moments.joins for moments in layers)):
             with fitting(model, batch, say("a batch of {verb}", verb="calibrate_")):
@@ -139,7 +139,7 @@ def _check_step(mine: Tensor) -> None:
 
 
 @contextmanager
-def _own_buffers(module: nn.Module) -> Iterator[None]:
+def own_buffers(module: nn.Module) -> Iterator[None]:
     """Copies of the buffers inside, because a forward in training mode updates them."""
     before = dict(module._buffers)
     module._buffers.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})

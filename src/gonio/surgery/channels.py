@@ -15,13 +15,7 @@ from gonio.geometry.scale import HOMOGENEOUS
 from gonio.messages import say
 from gonio.surgery.facts import ACTIVATIONS, TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
 from gonio.surgery.fold import affine_map
-from gonio.surgery.graph import (
-    POOLING_FUNCTIONS,
-    Graph,
-    averages_positions,
-    called_function,
-    flattens_from_dim_1,
-)
+from gonio.surgery.graph import POOLING_FUNCTIONS, Graph, averages_positions, called_function, flattens_from_dim_1
 
 _NOTHING = ("contiguous", "dropout")  # functions that do nothing in evaluation mode
 

@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader
 
 from gonio.editing.edit import Edit
 from gonio.editing.twin import evaluating
-from gonio.editing.where import sites
-from gonio.editing.wrapping import unwrapped
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
+from gonio.editing.where import sites, unwrapped
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import Message, say
 from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
@@ -94,7 +93,7 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
         try:
             outputs(model, example)
         except Exception as error:  # a model can raise anything at a size that it does not take
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            reason = first_line(error, kind=True)
             continue
         return example
     raise InvalidArgumentError("no example input was found for the model", reason, "Pass example= yourself.")
@@ -183,11 +182,12 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
 
 
 @contextmanager
-def fitting(model: nn.Module, example: Any, given: str) -> Iterator[None]:
+def fitting(model: nn.Module, example: Any, given: str, *, always: bool = False) -> Iterator[None]:
     """Replace an error of a model that runs on an example by one that names the layer, where :func:`misfit` finds it.
 
     Args:
         given: what the example is, for the message.
+        always: where no layer is found, the error has the first line of the model's own.
     """
     try:
         yield
@@ -195,8 +195,10 @@ def fitting(model: nn.Module, example: Any, given: str) -> Iterator[None]:
         raise
     except Exception as error:  # whatever a user's model raises
         found, do = misfit(model, example)
-        if not found:
+        if not found and not always:
             raise
+        found = found or first_line(error, 2000)
+        do = do or "Give the sizes of the model's input."
         asked = say("{option} must be an input that the model takes", option=given)
         raise InvalidArgumentError(asked, found, do) from error
 
@@ -334,7 +336,7 @@ class SameFunction:
             except Exception as error:
                 if self._given:
                     raise
-                self.why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+                self.why = first_line(error, 100, kind=True)
                 continue
             conflicts |= {path for path, n in dims.items() if self.dims.setdefault(path, n) != n}
             if found and all(bool(torch.isfinite(x).all()) for x in found):
@@ -363,8 +365,8 @@ class SameFunction:
                 after = outputs(self.model, example)
                 moved = deviation(before, after)
             except Exception as error:
-                why = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise self._refusal(edit, action, say("the edited model fails ({why})", why=why)) from error
+                why = say("the edited model fails ({why})", why=first_line(error, kind=True))
+                raise self._refusal(edit, action, why) from error
             if moved.relative > max(allowed.get(x.dtype, otherwise) for x in before):
                 # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
                 wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select, sites
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
 from gonio.errors import listing
 from gonio.geometry import layout_of, matrix_view, unview
+from gonio.geometry.views import why_not_dense
 from gonio.messages import counted, joined, say
-from gonio.surgery.facts import facts_of
+from gonio.surgery.facts import TABLES, facts_of
 from gonio.surgery.recycle import can_act as has_filters
 
 FACTOR = 10.0  # from the median of the siblings
@@ -32,16 +32,17 @@ def even_out_(model: nn.Module, *, where: Where = None) -> Edited:
     3. a filter whose norm is above 10 times the median of its layer, or below 1/1000 of it and not 0, gets the median;
     4. if the median norm of its filters is beyond a factor of 10 from that of the model's other layers, W is scaled.
 
-    In a layer with a norm's gain and shift, of vectors: entries that are NaN or infinite get the median; gains whose
-    median is 0, or beyond a factor of 10 from that of the model's other norms (1 if there are none), are set or scaled
-    to it; the median of the shifts is subtracted if it is above 10 times the median gain; then a single gain or shift
-    beyond a factor of 10 of the median gain gets the median.
+    In an embedding the same is done to its rows, without the last step. In a layer with a norm's gain and shift, of
+    vectors: entries that are NaN or infinite get the median; gains whose median is 0, or beyond a factor of 10 from
+    that of the model's other norms (1 if there are none), are set or scaled to it; the median of the shifts is
+    subtracted if it is above 10 times the median gain; then a single gain or shift beyond a factor of 10 of the median
+    gain gets the median.
 
     What a value was is not known, so that the function changes: check it on data. Values that the rules do not name
     stay as they are.
 
     Args:
-        where: which layers; None for all linear and convolutional ones and norms.
+        where: which layers; None for all linear and convolutional ones, embeddings and norms.
 
     Raises:
         NoMatchError: if `where` selects none of them.
@@ -79,16 +80,21 @@ def can_act(module: nn.Module) -> str | None:
     Example:
         >>> from gonio.surgery.even_out import can_act
         >>> can_act(nn.Linear(4, 4)), can_act(nn.LayerNorm(4)), can_act(nn.ReLU())
-        (None, None, 'it is no linear or convolutional layer, and no norm with a gain')
+        (None, None, 'it is no linear or convolutional layer, no embedding, and no norm with a gain')
     """
-    if _is_norm(module) or has_filters(module) is None:
+    if _is_norm(module) or has_filters(module) is None or _is_table(module):
         return None
-    return say("it is no linear or convolutional layer, and no norm with a gain")
+    return say("it is no linear or convolutional layer, no embedding, and no norm with a gain")
 
 
 def _is_norm(module: nn.Module) -> bool:
     gain = module._parameters.get("weight")
     return bool(facts_of(module).removes_scale) and gain is not None and gain.dim() == 1 and not gain.is_meta
+
+
+def _is_table(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return isinstance(module, TABLES) and why_not_dense(weight) is None and weight is not None and not weight.is_meta
 
 
 def _median(values: Tensor) -> float:
@@ -111,7 +117,7 @@ def _gain(module: nn.Module) -> float:
 
 def _usual(others: list[nn.Module], *, norms: bool) -> float | None:
     """The median gain of the other layers of a kind that are not 0; None if there are none."""
-    gains = [_gain(module) for module in others if _is_norm(module) == norms]
+    gains = [_gain(module) for module in others if _is_norm(module) == norms and not isinstance(module, TABLES)]
     known = torch.tensor([gain for gain in gains if 0 < gain < float("inf")], dtype=torch.float64)
     return float(known.median()) if len(known) else None
 
@@ -141,7 +147,7 @@ def _even_layer(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
         listed = listing([*map(str, numbers)], limit=8)
         one = say("filter {listed} gets the median norm", listed=listed)
         said.append(one if len(numbers) == 1 else say("filters {listed} get the median norm", listed=listed))
-    of_others = _usual(others, norms=False)
+    of_others = None if isinstance(site.module, TABLES) else _usual(others, norms=False)
     if of_others is not None and usual > 0 and _far(usual, of_others):
         rows = rows * (of_others / usual)
         said.append(say("all weights times {factor:.3g}", factor=of_others / usual))

@@ -18,10 +18,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import is_sharded
 from gonio.geometry.certified import nonnegative_norm
 from gonio.seeding import generator
 
@@ -198,29 +196,6 @@ def without_tail(norm: nn.Module) -> nn.Module:
     return plain
 
 
-def why_not_dense(tensor: Tensor | None) -> str | None:
-    """Why the entries of a weight cannot be computed with; None if they can.
-
-    Example:
-        >>> from gonio.surgery.facts import why_not_dense
-        >>> why_not_dense(nn.Linear(2, 2, dtype=torch.complex64).weight)
-        'its weight is complex'
-    """
-    if tensor is None:
-        return None
-    if is_lazy(tensor):
-        return "it is lazy; run one batch first"
-    if tensor.is_complex():
-        return "its weight is complex"
-    if tensor.layout is not torch.strided:
-        return f"its weight is stored as {str(tensor.layout).removeprefix('torch.')}"
-    kind = type(tensor)
-    own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not nn.Parameter
-    if own and not is_sharded(tensor) and not kind.__module__.startswith("torch._subclasses"):
-        return f"its weight is stored as {kind.__name__}, whose entries cannot be set"
-    return None if tensor.is_floating_point() else f"its weight is quantised to {str(tensor.dtype)[6:]}"
-
-
 # --- measured -----------------------------------------------------------------------------------------
 
 
@@ -241,7 +216,8 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
     """
     random = generator(0, "facts")
     try:
-        twin = copy.deepcopy(module).to_empty(device="cpu") if _on_meta(module) else copy.deepcopy(module).cpu()
+        on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        twin = copy.deepcopy(module).to_empty(device="cpu") if on_meta else copy.deepcopy(module).cpu()
     except Exception:  # the layer's own code can raise anything
         return UNKNOWN
     twin = twin.double().train()
@@ -263,10 +239,6 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
         scale = _alike(first, doubled)
         return Facts(scale, scale and _alike(first, shifted), _alike(2 * first, doubled))
     return UNKNOWN
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

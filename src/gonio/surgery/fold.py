@@ -11,14 +11,13 @@ from torch.nn.utils import parametrize
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, as_selector, sites
-from gonio.editing.wrapping import refuse_shards, unwrapped
+from gonio.editing.where import Site, Where, as_selector, refuse_shards, sites, unwrapped
 from gonio.errors import NoMatchError, NotApplicableError, listing
-from gonio.geometry.views import layout_of, matrix_view, unview
+from gonio.geometry.views import layout_of, matrix_view, unview, why_not_dense
 from gonio.messages import say
 from gonio.parametrizations.mechanism import detach, is_parametrized, parametrizations_of_torch
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
-from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of, why_not_dense
+from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of
 from gonio.surgery.gains import gains_of
 from gonio.surgery.graph import trace
 

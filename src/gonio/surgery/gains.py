@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten
 
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
-from gonio.errors import listing
+from gonio.errors import first_line, listing
+from gonio.geometry.views import why_not_dense
 from gonio.seeding import generator
-from gonio.surgery.facts import why_not_dense
 from gonio.surgery.logits import facts_of_norm
 from gonio.surgery.recording import Call, Normed, Recording, record
 from gonio.surgery.symmetries import Confirmed, TwinTrial, confirmed
@@ -146,7 +146,7 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Confirm
     try:
         read = _reads(run, [call for each in found.values() for call in each])
     except RuntimeError as error:  # a function of the model's own
-        why = f"derivatives cannot be computed: {str(error).splitlines()[0][:80]}"
+        why = f"derivatives cannot be computed: {first_line(error, 80)}"
         return Confirmed((), parameters, {call.path: why for each in found.values() for call in each})
     options: list[list[Gain]] = []
     for normed in found.values():

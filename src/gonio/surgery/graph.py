@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from gonio.editing.twin import twin_of
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
+from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
 from gonio.surgery.facts import (
     ACTIVATIONS,
@@ -35,7 +36,6 @@ from gonio.surgery.facts import (
     facts_of,
     measure,
     tail_of,
-    why_not_dense,
 )
 
 # Linear functions without weights: the search for the following norm or activation passes them.

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select
-from gonio.editing.wrapping import refuse_flat_shards, unwrapped
+from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, closest
 from gonio.geometry.norms import whole
-from gonio.geometry.views import has_filters, layout_of, matrix_view
+from gonio.geometry.views import has_filters, layout_of, matrix_view, why_not_dense
 from gonio.init.gain import KINDS, gain
 from gonio.init.variance import write_
 from gonio.messages import joined, say
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy
-from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import activation_after
 
 

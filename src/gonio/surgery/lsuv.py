@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, select, sites
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.views import layout_of
+from gonio.geometry.views import layout_of, why_not_dense
 from gonio.messages import counted, say
 from gonio.seeding import generator
 from gonio.surgery.equivalent import call, fitting
-from gonio.surgery.facts import WEIGHTED, why_not_dense
+from gonio.surgery.facts import WEIGHTED
 from gonio.surgery.init import check_function
 
 

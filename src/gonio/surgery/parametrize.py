@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
-from gonio.editing.where import Site, Where, left_out, select, sites
-from gonio.editing.wrapping import refuse_shards, unwrapped
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
-from gonio.geometry.views import has_filters
+from gonio.geometry.views import has_filters, why_not_dense
 from gonio.messages import say
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.parametrizations.parametrization import Parametrization
-from gonio.surgery.facts import why_not_dense
 
 
 def parametrize_(

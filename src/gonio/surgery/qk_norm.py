@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.twin import twin_of
-from gonio.editing.where import Everything, Site, sites
-from gonio.editing.wrapping import refuse_shards, unwrapped
+from gonio.editing.where import Everything, Site, refuse_shards, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
 from gonio.nn import QKNormLinear
 from gonio.nn.conversion import share_

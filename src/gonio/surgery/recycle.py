@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Where, left_out, select, sites
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import Where, left_out, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, near_duplicates, unview
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import ROUNDING
+from gonio.geometry.views import why_not_dense
 from gonio.messages import Message, fixed, joined, say
 from gonio.seeding import generator
 from gonio.surgery.channels import OutputChannels, Reading, output_channels
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, call
-from gonio.surgery.facts import WEIGHTED, computes_plainly, why_not_dense
+from gonio.surgery.facts import WEIGHTED, computes_plainly
 from gonio.surgery.graph import trace
 
 # largest relative deviation of the outputs that is rounding and not a mistake

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.wrapping import refuse_shards, unwrapped
+from gonio.editing.where import refuse_shards, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.messages import joined, say
 from gonio.seeding import generator

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select
-from gonio.editing.wrapping import refuse_flat_shards, unwrapped
+from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
 from gonio.geometry.norms import whole
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
+from gonio.geometry.views import why_not_dense
 from gonio.messages import joined, say
-from gonio.surgery.facts import why_not_dense
 
 
 def shrink_intruders_(

@@ -15,11 +15,11 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
-from gonio.editing.where import Site, Where, as_selector, left_out, select
-from gonio.editing.wrapping import holds_original, refuse_shards
+from gonio.editing.where import Site, Where, as_selector, holds_original, left_out, refuse_shards, select
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
+from gonio.geometry.views import why_not_dense
 from gonio.messages import say
-from gonio.surgery.facts import tail_of, why_not_dense, without_tail
+from gonio.surgery.facts import tail_of, without_tail
 from gonio.surgery.graph import trace
 
 

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from gonio.editing.twin import evaluating, set_tensors_
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
 from gonio.errors import listing
+from gonio.geometry.views import why_not_dense
 from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation
-from gonio.surgery.facts import why_not_dense
 from gonio.surgery.recording import Part
 
 _SWEEPS = 10_000

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.errors import listing
+from gonio.geometry.views import why_not_dense
 from gonio.init import orthogonal_
 from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.anatomy import Attention, anatomy
-from gonio.surgery.facts import why_not_dense
 from gonio.surgery.gains import not_run
 from gonio.surgery.recording import Call, Normed, Part, Recording, record
 from gonio.surgery.symmetries import Confirmed, OfBlocks, Symmetry, TwinTrial, confirmed, of_values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, installed_ve
 from gonio.lab.record import RunRecord
 from gonio.lab.running.engines import Devices, Local
 from gonio.lab.running.measures import spec_of
-from gonio.lab.running.scheduler import Quiet, Watcher, run
+from gonio.lab.running.scheduler import Watcher, run
 from gonio.lab.running.study import Study
 from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
@@ -112,7 +112,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         worst=measured.worst,
         code=code_digests(spec, model),
         versions=installed_versions(),
-        command=_command(claim, options),
+        command=command_of([claim.name], options),
         tuning=Tuning(trials=setting.tune, repeats=2) if setting.tune else None,
         threat=task.threat if measured.attacked else None,
         measure=measure,
@@ -124,15 +124,14 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     return plan
 
 
-def _command(claim: Claim, options: ClaimOptions) -> str:
-    """The command that repeats the claim, with all that was replaced."""
+def command_of(names: Sequence[str], options: ClaimOptions, others: Mapping[str, object] | None = None) -> str:
+    """The command that tries these claims again: what differs from the defaults, without settings of this machine."""
     named = {"--device": None if options.device == "cpu" else options.device}
     named |= {"--task": options.task, "--model": options.model}
-    numbers = {"--seeds": options.seeds, "--first-seed": options.first_seed or None}
-    words = [
-        word for option, value in {**named, **numbers}.items() if value is not None for word in (option, str(value))
-    ]
-    return shlex.join(["gonio", "reproduce", claim.name, *(["--full"] if options.full else []), *words])
+    numbers = {"--seeds": options.seeds, "--first-seed": options.first_seed}
+    given = {**named, **numbers, **(others or {})}
+    words = [word for option, value in given.items() if value for word in (option, str(value))]
+    return shlex.join(["gonio", "reproduce", *names, *(["--full"] if options.full else []), *words])
 
 
 def _entry(arm: Arm, setting: Experiment, *, own: bool) -> RecipeEntry:
@@ -187,7 +186,7 @@ def try_claims(
         >>> found.headline
         '1 claim tried on this machine: identities: 1 holds'
     """
-    options, watcher = options or ClaimOptions(), watcher or Quiet()
+    options, watcher = options or ClaimOptions(), watcher or Watcher()
     devices = Devices.named(options.device)
     plans = {claim.name: plan_claim(claim, options) for claim in claims if claim.budget != "none"}
 

@@ -205,7 +205,7 @@ def _trains(seen: _Seen) -> str:
     bound = fair.floor if fair.floor is not None else fair.ceiling
     if mean is None:
         return say("An arm does not train: {name} diverges; the claim asks for {bound:g}.", name=name, bound=bound)
-    score = _with_unit(mean, seen.runs.reached_unit or seen.runs.unit)
+    score = f"{mean:.4g} {seen.runs.reached_unit or seen.runs.unit}".strip()
     return say(
         "An arm does not train: {name} reaches {score}; the claim asks for {bound:g}.",
         name=name, score=score, bound=bound,
@@ -215,10 +215,6 @@ def _trains(seen: _Seen) -> str:
 def _passes(seen: _Seen, mean: float | None) -> bool:
     floor, ceiling = seen.claim.fair.floor, seen.claim.fair.ceiling
     return mean is not None and (floor is None or mean >= floor) and (ceiling is None or mean <= ceiling)
-
-
-def _with_unit(value: float, unit: str) -> str:
-    return f"{value:.4g} {unit}".strip()
 
 
 def _equal_footing(seen: _Seen) -> str:

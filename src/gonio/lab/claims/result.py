@@ -163,7 +163,14 @@ def tally(found: Sequence[ClaimResult]) -> Message:
 def judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
     """The results with verdicts, each corrected within its own family; identities are not corrected."""
     member = {claim: name for name, of in families().items() for claim in of}
-    evidence = {at: _evidence(one) for at, one in enumerate(found) if one.plan}
+    evidence = {
+        at: Evidence(
+            values=tuple(one.values.values()), direction=one.claim.direction, sesoi=one.claim.sesoi, unit=one.runs.unit,
+            obstacle=obstacle(one.claim, one.setting, one.runs), noise=noise(one.setting, one.runs),
+        )
+        for at, one in enumerate(found)
+        if one.setting is not None
+    }  # fmt: skip
     groups: dict[str, list[int]] = {}
     for at in evidence:
         name = found[at].claim.name
@@ -173,15 +180,6 @@ def judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
         verdicts = judge([evidence[at] for at in members], size=size)
         evidence |= dict(zip(members, verdicts, strict=True))
     return tuple(replace(one, evidence=evidence[at]) if one.plan else one for at, one in enumerate(found))
-
-
-def _evidence(one: ClaimResult) -> Evidence:
-    """What was measured, before it is judged."""
-    claim, setting = one.claim, one.claim.setting(full=one.full)
-    return Evidence(
-        values=tuple(one.values.values()), direction=claim.direction, sesoi=claim.sesoi, unit=one.runs.unit,
-        obstacle=obstacle(claim, setting, one.runs), noise=noise(setting, one.runs),
-    )  # fmt: skip
 
 
 def not_tried(claim: Claim, reason: str) -> ClaimResult:

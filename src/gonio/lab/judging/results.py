@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import html_table
-from gonio.lab.judging.statistics import WORDS, Evidence, correlation, improvement, judge, paired_t
+from gonio.lab.judging.statistics import WORDS, Evidence, contrasts, correlation, improvement, judge, paired_t
 from gonio.lab.plan import ATTACKS, RecipeEntry, StudyPlan
 from gonio.lab.record import RunRecord
 from gonio.messages import counted
@@ -258,10 +258,6 @@ def _shown(value: float | None) -> str:
 CostRow = tuple[str, str, int, float]
 
 
-# Seed, score of the recipe and score of the baseline, where both have one.
-_Pairs = list[tuple[int, float, float]]
-
-
 def summarise(
     plan: StudyPlan,
     runs: Sequence[RunRecord],
@@ -277,19 +273,19 @@ def summarise(
     """
     costs = [*costs, *_script_costs(plan, runs)]
     scores = scores_of(plan, runs)
-    pairs = [_paired(scores, entry.name, plan.seeds) for entry in plan.recipes[1:]]
+    differences = [_differences(plan, entry.name, scores) for entry in plan.recipes[1:]]
     baseline = [scores[BASELINE, seed] for seed in plan.seeds if (BASELINE, seed) in scores]
     untrained = untrained_baseline(plan, baseline)
     judged = judge([
         Evidence(
-            values=_differences(each), direction="larger" if plan.direction == "max" else "smaller",
+            values=tuple(each.values()), direction="larger" if plan.direction == "max" else "smaller",
             sesoi=plan.sesoi, unit=plan.unit, obstacle=untrained or "",
         )
-        for each in pairs
+        for each in differences
     ])  # fmt: skip
     effects = tuple(
-        _effect(plan, entry, each, seen, runs, costs)
-        for entry, each, seen in zip(plan.recipes[1:], pairs, judged, strict=True)
+        _effect(plan, entry, scores, [*each], seen, runs, costs)
+        for entry, each, seen in zip(plan.recipes[1:], differences, judged, strict=True)
     )
     return Results(
         plan=plan,
@@ -342,19 +338,15 @@ def untrained_baseline(plan: StudyPlan, scores: Sequence[float]) -> str | None:
     )
 
 
-def _paired(scores: Mapping[tuple[str, int], float], recipe: str, seeds: Sequence[int]) -> _Pairs:
-    both = [seed for seed in seeds if (recipe, seed) in scores and (BASELINE, seed) in scores]
-    return [(seed, scores[recipe, seed], scores[BASELINE, seed]) for seed in both]
-
-
-def _differences(pairs: _Pairs) -> tuple[float, ...]:
-    return tuple(ours - theirs for _, ours, theirs in pairs)
+def _differences(plan: StudyPlan, recipe: str, scores: Mapping[tuple[str, int], float]) -> dict[int, float]:
+    return contrasts(scores, {recipe: 1.0, BASELINE: -1.0}, plan.seeds)
 
 
 def _effect(
     plan: StudyPlan,
     entry: RecipeEntry,
-    pairs: _Pairs,
+    scores: Mapping[tuple[str, int], float],
+    seeds: Sequence[int],
     seen: Evidence,
     runs: Sequence[RunRecord],
     costs: Sequence[CostRow],
@@ -369,7 +361,7 @@ def _effect(
         high=seen.high,
         p=seen.p,
         p_holm=seen.p_holm,
-        rho=correlation([ours for _, ours, _ in pairs], [theirs for _, _, theirs in pairs]),
+        rho=correlation(*([scores[name, seed] for seed in seeds] for name in (entry.name, BASELINE))),
         mde=seen.mde,
         verdict=WORDS.get(seen.verdict, seen.verdict),
         reason=seen.reason,
@@ -377,7 +369,7 @@ def _effect(
         diverged=statuses.count("diverged"),
         improvement=improvement(seen.values, plan.direction),
         differences=seen.values,
-        seeds=tuple(seed for seed, _, _ in pairs),
+        seeds=tuple(seeds),
         step_time=step_time,
         memory=_ratio(costs, entry, "memory"),
         changes=entry.changes,
@@ -462,7 +454,7 @@ def _robust(plan: StudyPlan, recipe: str, judged: Mapping[tuple[str, int], RunRe
         return Robust(recipe, means, len(mine), signs=dict(signs))
     # a diverged model has no right answer
     worst = {key: float(run.robustness.get("worst", 0.0)) for key, run in judged.items()}
-    mean, low, high = paired_t(_differences(_paired(worst, recipe, plan.seeds))) or (None, None, None)
+    mean, low, high = paired_t([*_differences(plan, recipe, worst).values()]) or (None, None, None)
     return Robust(recipe, means, len(mine), mean, low, high, dict(signs))
 
 
@@ -532,6 +524,6 @@ def _further_of(plan: StudyPlan, metric: str, recipe: str, runs: Sequence[RunRec
     found = SecondaryMetric(recipe, metric, plan.metrics.get(metric, ""), statistics.fmean(own) if own else None)
     if recipe == BASELINE:
         return found
-    differences = _differences(_paired(known, recipe, plan.seeds))
+    differences = [*_differences(plan, recipe, known).values()]
     mean, low, high = paired_t(differences) or (statistics.fmean(differences) if differences else None, None, None)
     return replace(found, n=len(differences), mean=mean, low=low, high=high)

@@ -57,7 +57,7 @@ def dry_run(plan: StudyPlan, *, jobs: int) -> str:
             )
         )
     if not plan.scripted:
-        seconds = _seconds(plan, jobs)
+        seconds = plan_seconds(plan, jobs)
         shown = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
         lines.append(say("about {time} with {runs} at a time", time=shown, runs=counted(jobs, "run")))
     return joined([*lines, _power(plan), *(say("note: {text}", text=note) for note in plan.notes)], "\n")
@@ -130,11 +130,13 @@ def _power(plan: StudyPlan) -> str:
     return joined([head, so], "; ")
 
 
-def _seconds(plan: StudyPlan, jobs: int) -> float:
+def plan_seconds(plan: StudyPlan, jobs: int) -> float:
+    """Estimated seconds of a study with so many runs at a time."""
     found = call_apart(run_seconds, plan)
-    trials = plan.tuning.trials if plan.tuning else 0
+    trials = plan.tuning.trials * plan.tuning.repeats if plan.tuning else 0
     runs = sum((seconds + _START) * (trials + len(plan.seeds)) + attack * len(plan.seeds) for seconds, attack in found)
-    return runs / min(jobs, len(plan.grid)) + (_COSTS if len(plan.recipes) > 1 else 0)
+    costs = _COSTS if len(plan.recipes) > 1 and plan.measure is None else 0.0
+    return runs / min(jobs, len(plan.grid)) + costs
 
 
 def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gonio.errors import InvalidArgumentError, UnmatchedRuleError
-from gonio.lab.plan import (
-    AttackConfig,
-    RecipeEntry,
-    StudyPlan,
-    TrainingConfig,
-    Tuning,
-    installed_versions,
-    seeds_of,
-)
+from gonio.errors import InvalidArgumentError, UnmatchedRuleError, first_line
+from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, Tuning, installed_versions, seeds_of
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import PRECISIONS, SCHEDULES, autocast
@@ -359,7 +351,7 @@ def _check_precision(device: str, precision: str) -> None:
         with autocast(torch.device(device), precision):
             layer(torch.ones(1, 2, 4, 4, device=device)).sum().backward()
     except Exception as error:  # a backend may raise anything
-        found = f"{device}: {(str(error).splitlines() or [''])[0][:200]}"
+        found = f"{device}: {first_line(error)}"
         needs = f"precision {precision} needs a device that computes in it"
         raise InvalidArgumentError(needs, found, "Choose bf16 or fp32, or another --device.") from error
 

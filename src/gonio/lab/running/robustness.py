@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -62,9 +62,8 @@ def attacked(
     answer: Answer, inputs: Tensor, targets: Tensor, config: AttackConfig, transferred: Tensor | None
 ) -> dict[str, Any]:
     """The figures of :func:`robustness` for a function and the examples that are attacked."""
-    ball = AttackBall.of(config)
 
-    def ascended(name: str, ball: AttackBall, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
+    def ascended(name: str, ball: AttackConfig, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
         draw = generator(config.seed, name)
         return pgd(
             answer, inputs, targets, ball,
@@ -72,10 +71,10 @@ def attacked(
         )  # fmt: skip
 
     disturbed = {
-        "noise": noisy(inputs, ball, generator(config.seed, "noise")),
-        "fgsm": fgsm(answer, inputs, targets, ball),
-        "pgd": ascended("pgd", ball, restarts=config.restarts),
-        "smoothed": ascended("smoothed", ball, smoothing=_SMOOTHING * config.epsilon),
+        "noise": noisy(inputs, config, generator(config.seed, "noise")),
+        "fgsm": fgsm(answer, inputs, targets, config),
+        "pgd": ascended("pgd", config, restarts=config.restarts),
+        "smoothed": ascended("smoothed", config, smoothing=_SMOOTHING * config.epsilon),
         **({} if transferred is None else {"transfer": transferred}),
     }
     right = {name: survive(answer, moved, targets) for name, moved in disturbed.items()}
@@ -83,7 +82,7 @@ def attacked(
     found: dict[str, Any] = {"clean": _percent(clean)}
     found |= {name: _percent(right[name]) for name in ATTACKS if name in right}
     found["worst"] = _percent(torch.stack([clean, *right.values()]).all(0))
-    further = [AttackBall(factor * config.epsilon, config.low, config.high) for factor in _RADII]
+    further = [replace(config, epsilon=factor * config.epsilon) for factor in _RADII]
     found["radii"] = [
         {"epsilon": far.epsilon, "accuracy": _percent(survive(answer, ascended("radii", far), targets))}
         for far in further
@@ -118,7 +117,7 @@ def transferable(model: nn.Module, task: Task, config: AttackConfig) -> Tensor:
     """The examples, disturbed to mislead this model; other models see them in the transfer attack."""
     inputs, targets = attacked_split(task, config)
     return pgd(
-        answer_of(model, task), inputs, targets, AttackBall.of(config), steps=config.steps,
+        answer_of(model, task), inputs, targets, config, steps=config.steps,
         restarts=config.restarts, generator=generator(config.seed, "transfer"),
     )  # fmt: skip
 
@@ -138,23 +137,10 @@ def from_text(data: Mapping[str, Any]) -> Tensor:
 # --- attacks ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AttackBall:
-    """The inputs that an attack may use: within `epsilon` of the original in every number, and in the valid range."""
-
-    epsilon: float
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def of(cls, config: AttackConfig) -> AttackBall:
-        """The ball of an attack's configuration."""
-        return cls(config.epsilon, config.low, config.high)
-
-    def project(self, moved: Tensor, inputs: Tensor) -> Tensor:
-        """The nearest input of the ball."""
-        near = torch.minimum(torch.maximum(moved, inputs - self.epsilon), inputs + self.epsilon)
-        return near if self.low is None and self.high is None else near.clamp(self.low, self.high)
+def project(moved: Tensor, inputs: Tensor, ball: AttackConfig) -> Tensor:
+    """The nearest input that an attack may use: within `epsilon` of the original in every number, and valid."""
+    near = torch.minimum(torch.maximum(moved, inputs - ball.epsilon), inputs + ball.epsilon)
+    return near if ball.low is None and ball.high is None else near.clamp(ball.low, ball.high)
 
 
 def log_odds(logits: Tensor, targets: Tensor) -> Tensor:
@@ -185,27 +171,27 @@ def survive(answer: Answer, inputs: Tensor, targets: Tensor) -> Tensor:
         return torch.cat([margin(answer(x), y) < 0 for x, y in _chunks(inputs, targets)])
 
 
-def fgsm(answer: Answer, inputs: Tensor, targets: Tensor, ball: AttackBall) -> Tensor:
+def fgsm(answer: Answer, inputs: Tensor, targets: Tensor, ball: AttackConfig) -> Tensor:
     """One step of the full length along the sign of the cross-entropy's gradient.
 
     References:
         I. Goodfellow et al., "Explaining and harnessing adversarial examples", 2015, §4.
     """
     gradient = torch.cat([input_gradient(answer, x, y) for x, y in _chunks(inputs, targets)])
-    return ball.project(inputs + ball.epsilon * gradient.sign(), inputs)
+    return project(inputs + ball.epsilon * gradient.sign(), inputs, ball)
 
 
-def noisy(inputs: Tensor, ball: AttackBall, generator: Generator) -> Tensor:
+def noisy(inputs: Tensor, ball: AttackConfig, generator: Generator) -> Tensor:
     """A uniformly random input of the ball."""
     shift = 2 * torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype) - 1
-    return ball.project(inputs + ball.epsilon * shift, inputs)
+    return project(inputs + ball.epsilon * shift, inputs, ball)
 
 
 def pgd(
     answer: Answer,
     inputs: Tensor,
     targets: Tensor,
-    ball: AttackBall,
+    ball: AttackConfig,
     *,
     steps: int,
     restarts: int,
@@ -246,13 +232,7 @@ def pgd(
 
 
 def _ascend(
-    answer: Answer,
-    slope: Objective,
-    start: Tensor,
-    inputs: Tensor,
-    targets: Tensor,
-    ball: AttackBall,
-    steps: int,
+    answer: Answer, slope: Objective, start: Tensor, inputs: Tensor, targets: Tensor, ball: AttackConfig, steps: int
 ) -> Tensor:
     """Steps along the sign of the slope; an example that is misled stays as it is."""
     moved = start
@@ -260,7 +240,7 @@ def _ascend(
         standing = survive(answer, moved, targets).view(-1, *(1,) * (inputs.ndim - 1))
         if not bool(standing.any()):
             break
-        stepped = ball.project(moved + 2.5 * ball.epsilon / steps * slope(moved, targets).sign(), inputs)
+        stepped = project(moved + 2.5 * ball.epsilon / steps * slope(moved, targets).sign(), inputs, ball)
         moved = torch.where(standing, stepped, moved)
     return moved
 

@@ -89,7 +89,7 @@ def run(
         raise InvalidArgumentError("run_timeout must be a positive number of seconds", repr(run_timeout), "Give 3600.")
     engine = engine or Local(jobs, Devices.named(plan.device))
     require_scipy()
-    watcher = watcher or Quiet()
+    watcher = watcher or Watcher()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder), _stopped_once(f"the study {str(path)!r}") as check:
@@ -398,8 +398,13 @@ def run_jobs(study: Study) -> list[Job]:
 # --- progress -------------------------------------------------------------------------------------------
 
 
-class Watcher(Protocol):
-    """Receives the progress of a comparison; must not raise."""
+class Watcher:
+    """Receives the progress of a comparison, and must not raise; this one writes nothing.
+
+    Example:
+        >>> from gonio.lab.running.scheduler import Watcher
+        >>> Watcher().stage("measuring")
+    """
 
     def start(self, total: int, done: int) -> None:
         """The study has `total` runs; `done` of them are finished already."""
@@ -417,21 +422,6 @@ class Watcher(Protocol):
         """The end, also after an interruption."""
 
 
-class Quiet:
-    """Writes nothing.
-
-    Example:
-        >>> from gonio.lab.running.scheduler import Quiet
-        >>> Quiet().stage("measuring")
-    """
-
-    def start(self, total: int, done: int) -> None: ...
-    def run_ended(self, record: RunRecord) -> None: ...
-    def stage(self, text: str) -> None: ...
-    def said(self, text: str) -> None: ...
-    def stop(self) -> None: ...
-
-
 def trouble(record: RunRecord) -> str | None:
     """One line about a run that did not finish, else None."""
     if record.status == "finished":
@@ -439,7 +429,7 @@ def trouble(record: RunRecord) -> str | None:
     return f"{record.recipe}, seed {record.seed}: {record.status}: {record.error}"
 
 
-class Lines:
+class Lines(Watcher):
     """Plain lines for logs: failures at once, progress at most every 10 s and every 10 %.
 
     Args:
@@ -485,9 +475,6 @@ class Lines:
     def said(self, text: str) -> None:
         self._say(text)
 
-    def stop(self) -> None:
-        pass
-
     def _say(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
@@ -496,7 +483,7 @@ class Lines:
 _BAR = 44  # columns of the bar, the counts and the time left
 
 
-class Bar:
+class Bar(Watcher):
     """A progress bar on a terminal, with failures printed above it as they happen.
 
     Example:

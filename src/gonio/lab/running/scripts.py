@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError
-from gonio.escaping import plain
+from gonio.escaping import plain, write_text
 from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan
 from gonio.lab.record import RunRecord, filter_summary
 from gonio.lab.running.cost import Gauge
@@ -115,7 +114,7 @@ class Run:
             self._applied = recipe.apply_(model, seed=self.seed)
         self._model = model
         if leads():
-            _write(self.folder / _PLAN, "" if RecipeEntry.of(recipe).unchanged else text)
+            write_text("" if RecipeEntry.of(recipe).unchanged else text, self.folder / _PLAN)
         return self._applied
 
     def hold_(self, optimizer: Optimizer) -> Held | None:
@@ -174,7 +173,8 @@ class Run:
             return
         config = replace(self._threat, low=low, high=high)
         inputs, targets = (x.detach().cpu()[chosen(len(targets), config)] for x in (inputs, targets))
-        _write(self.folder / _ATTACKED, json.dumps(attacked(answer_of(model), inputs, targets, config, None)))
+        found = attacked(answer_of(model), inputs, targets, config, None)
+        write_text(json.dumps(found), self.folder / _ATTACKED)
 
     def log(self, step: int, **values: float | Tensor) -> None:
         """Store numbers of this step for the page's curves; logging a step again replaces its values.
@@ -200,7 +200,7 @@ class Run:
         if leads():
             geometry = {} if self._model is None else filter_summary(self._model)
             found = {"score": _number("the score", score), "geometry": geometry, "costs": self._costs()}
-            _write(self.folder / _OUTCOME, json.dumps(found))
+            write_text(json.dumps(found), self.folder / _OUTCOME)
 
     def _costs(self) -> dict[str, float]:
         if not self._gauges:
@@ -258,13 +258,6 @@ def _number(name: str, value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _write(path: Path, text: str) -> None:
-    """Write the whole file or nothing."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
-
-
 def execute_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path | None = None) -> dict[str, Any]:
     """One run of the user's function, in a process of its own.
 
@@ -310,11 +303,7 @@ def _run_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path) ->
         )
     robustness = json.loads(attack.read_text(encoding="utf-8")) if plan.threat is not None else {}
     return replace(
-        record,
-        geometry=found["geometry"],
-        costs=found["costs"],
-        metrics=metrics_of(folder),
-        robustness=robustness,
+        record, geometry=found["geometry"], costs=found["costs"], metrics=metrics_of(folder), robustness=robustness
     )
 
 

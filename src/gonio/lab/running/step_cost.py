@@ -18,7 +18,7 @@ from gonio.lab.running.cost import peak_bytes, silent_stderr, time_blocks
 from gonio.messages import fixed, said_by
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import BASELINE, Recipe
-from gonio.surgery.equivalent import call, misfit
+from gonio.surgery.equivalent import call, fitting
 
 AGAIN = fixed("the same again")
 _RATE = 1e-4  # of learning: small, so that no step diverges and the work of a step stays the same
@@ -145,15 +145,9 @@ def _step(model: nn.Module, example: Any, recipe: Recipe, optimizer: str) -> tup
         (loss if applied.penalty is None else loss + applied.penalty()).backward()
         used.step()
 
-    try:
+    with fitting(model, example, "the batch of a step of training", always=True):
         step()
         step()
-    except GonioError:
-        raise
-    except Exception as error:  # whatever a user's model raises in training mode
-        found, do = misfit(model, example)
-        found = found or (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidArgumentError("a step of training needs a batch that the model takes", found, do) from error
     return step, sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

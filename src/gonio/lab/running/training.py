@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -53,12 +54,13 @@ _LONGEST_ERROR = 2000  # characters of an exception's text that a record keeps
 def prepare_process(device: str = "cpu") -> None:
     """Settings under which a result depends on the plan and the seed alone.
 
-    On an accelerator some operations have no deterministic form; they are then used with a warning, and the last bits
-    of a result may differ between two runs.
+    On an accelerator some operations have no deterministic form; they are used as they are, and the last bits of a
+    result may differ between two runs.
     """
     torch.set_num_threads(1)  # sums are split by thread, so their last bits depend on the count
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses deterministic algorithms
     torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
+    warnings.filterwarnings("ignore", ".* does not have a deterministic implementation", UserWarning)  # at each step
     # else each new tensor is filled first
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

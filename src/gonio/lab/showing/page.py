@@ -131,11 +131,8 @@ def forest(results: Results, notes: Sequence[str], *, narrow: bool) -> Any:
     picture = effects(results.effects, unit=scale.unit, band=plan.sesoi, band_label=said, notes=notes,
                       better=plan.direction, inside=narrow)  # fmt: skip
     numbers = "; ".join(f"{effect.recipe} {note}" for effect, note in zip(results.effects, notes, strict=True))
-    return svg(replace(picture, description=numbers), **_size(narrow=narrow))
-
-
-def _size(*, narrow: bool) -> dict[str, Any]:
-    return {"width": 343, "css": "narrow fill"} if narrow else {"width": 920, "css": "wide fill"}
+    width, css = (343, "narrow fill") if narrow else (920, "wide fill")
+    return svg(replace(picture, description=numbers), width=width, css=css)
 
 
 def cost_chart(results: Results, colors: Mapping[str, str], which: str) -> Any:

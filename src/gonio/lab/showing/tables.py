@@ -431,7 +431,9 @@ class _Verdicts:
         sentences = ((headline, "bold"), (others, ""), (partial, "dark_orange3"))
         yield from (Text(local(said), style=style) for sentence, style in sentences if (said := sentence(results)))
         yield Text("")
-        table, marked, seen_ = verdicts(results), [_verdict(effect) for effect in results.effects], evidence(results)
+        table, seen_ = verdicts(results), evidence(results)
+        marks = ((mark(e.verdict), plain(verdict_text(e, local))) for e in results.effects)
+        marked = [Text(f"{symbol} {verdict}", style=TONES[tone]) for (symbol, tone), verdict in marks]
         if options.max_width >= TABLE_WIDTH:
             head = (table.head[0], scale.unit, *table.head[2:5], say("time"), say("memory"))
             yield from (table.rich(head=head, verdicts=marked), Text(""), seen_.rich())
@@ -449,11 +451,6 @@ class _Verdicts:
             yield from (Text(f"{plain(recipe)}: {plain(sign)}", style=TONES["bad"]) for sign in signs)
         yield Text("")
         yield Text(local(_baseline(results, scale)), style="dim")
-
-
-def _verdict(e: Effect) -> Text:
-    symbol, tone = mark(e.verdict)
-    return Text(f"{symbol} {plain(verdict_text(e, local))}", style=TONES[tone])
 
 
 def _baseline(results: Results, scale: Scale) -> str:

@@ -18,15 +18,8 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.images import (
-    cifar10,
-    fashion_mnist,
-    fashion_mnist_full,
-    image_folder,
-    moved,
-    torchvision_dataset,
-)
-from gonio.lab.tasks.task import Metric, Split, Task, stratified
+from gonio.lab.tasks.images import cifar10, fashion_mnist, fashion_mnist_full, image_folder, torchvision_dataset
+from gonio.lab.tasks.task import Metric, Split, Task, moved, stratified
 from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
 
@@ -447,8 +440,7 @@ def _windows(texts: list[bytes], count: int) -> Split:
     """The first windows of each file in turn, each with the byte that follows."""
     pieces: list[bytes] = []
     for text in texts:
-        last = min(len(text) - 1, _PER_FILE * _CONTEXT)
-        pieces += [text[at : at + _CONTEXT + 1] for at in range(0, last - _CONTEXT + 1, _CONTEXT)]
+        pieces += _pieces(text[: _PER_FILE * _CONTEXT + 1])
     if len(pieces) < count:
         raise InvalidArgumentError(
             f"the task 'bytes' needs {count} windows of {_CONTEXT} bytes from one split of the standard library",

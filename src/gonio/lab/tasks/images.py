@@ -18,15 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from gonio.errors import (
-    InvalidArgumentError,
-    MissingExtraError,
-    UnknownNameError,
-    UnreadableFileError,
-    import_extra,
-)
+from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError, import_extra
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, stratified
+from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, moved, stratified
 from gonio.seeding import generator
 from gonio.surgery.configured import unusable
 
@@ -98,7 +92,11 @@ def torchvision_dataset(spec: str) -> Task:
 
 def image_task(name: str, parts: Sequence[Images]) -> Task:
     """A classification task from one, two or three parts: all; train and test; train, validation, test."""
-    found = _in_memory(parts) or _streamed(parts)
+    found: Sequence[Examples] = _in_memory(parts)
+    if not found:  # in the shape that :func:`_stacked` gives some of them
+        probed = [part.load(index) for part in parts for index in part.probed]
+        shape = tuple(_stacked(probed, torch.zeros(len(probed))).inputs.shape[1:])
+        found = [ItemSet(replace(part, shape=shape)) for part in parts]
     train, validation, test = _three(found)
     step = max(1, len(train) // _AVERAGED) if isinstance(train, ItemSet) else 1
     seen = train.take(range(0, len(train), step))
@@ -110,10 +108,7 @@ def image_task(name: str, parts: Sequence[Images]) -> Task:
         validation=validation,
         test=test,
         model="digits-cnn",
-        sizes={
-            "num_classes": max(int(part.targets.max()) for part in found) + 1,
-            "in_channels": inputs.shape[1],
-        },
+        sizes={"num_classes": max(int(part.targets.max()) for part in found) + 1, "in_channels": inputs.shape[1]},
         training=TrainingConfig(epochs=10, batch_size=min(64, len(train)), lr=0.05),
         sesoi=1.0,
         standardize=(tuple(mean.tolist()), tuple(std.tolist())),
@@ -134,13 +129,6 @@ def _in_memory(parts: Sequence[Images]) -> list[Split]:
     return [Split(inputs, targets) for inputs, targets in split]
 
 
-def _streamed(parts: Sequence[Images]) -> list[Split]:
-    """The images of all parts in the shape that :func:`_stacked` gives some of them."""
-    probed = [part.load(index) for part in parts for index in part.probed]
-    shape = tuple(_stacked(probed, torch.zeros(len(probed))).inputs.shape[1:])
-    return [ItemSet(replace(part, shape=shape)) for part in parts]  # type: ignore[misc]
-
-
 def _three(found: Sequence[Examples]) -> list[Examples]:
     if len(found) == 3:
         return list(found)
@@ -152,13 +140,10 @@ def _three(found: Sequence[Examples]) -> list[Examples]:
         later = zip(range(len(shares), 0, -1), shares, strict=True)
         return [max(0, min(round(share * count), count - k)) for k, share in later]
 
-    return [*(_subset(first, index) for index in stratified(first.targets, "images", cuts)), *rest]
-
-
-def _subset(examples: Examples, index: Tensor) -> Examples:
-    if isinstance(examples, ItemSet):
-        return ItemSet(examples.dataset.subset(index))  # type: ignore[attr-defined]
-    return Split(*examples.take(index))  # type: ignore[arg-type]
+    indices = stratified(first.targets, "images", cuts)
+    if isinstance(first, ItemSet):
+        return [*(ItemSet(first.dataset.subset(index)) for index in indices), *rest]  # type: ignore[attr-defined]
+    return [*(Split(*first.take(index)) for index in indices), *rest]  # type: ignore[arg-type]
 
 
 # --- files of images --------------------------------------------------------------------------------
@@ -178,7 +163,12 @@ def load_folder(root: Path) -> list[Images]:
                 f"{', '.join(classes)} in {parts[0].name} and {', '.join(name for name, _ in found)} in {part.name}",
                 "Add the folders that are missing.",
             )
-    return [_images_of(found) for found in listed]
+    made = []
+    for found in listed:
+        files = [path for _, paths in found for path in paths]
+        labels = torch.tensor([label for label, (_, paths) in enumerate(found) for _ in paths])
+        made.append(Images(files, _decoded, torch.arange(len(files)), labels))
+    return made
 
 
 def _listing(part: Path) -> list[tuple[str, list[Path]]]:
@@ -234,12 +224,6 @@ class Images(Dataset[Any]):
     def subset(self, index: Tensor) -> Images:
         """The images with these indices."""
         return replace(self, indices=self.indices[index], targets=self.targets[index])
-
-
-def _images_of(found: list[tuple[str, list[Path]]]) -> Images:
-    files = [path for _, paths in found for path in paths]
-    labels = torch.tensor([label for label, (_, paths) in enumerate(found) for _ in paths])
-    return Images(files, _decoded, torch.arange(len(files)), labels)
 
 
 def _decoded(files: Sequence[Path], index: int) -> Tensor:
@@ -459,21 +443,6 @@ def flipped_and_cropped(images: Tensor, generator: torch.Generator) -> Tensor:
     """
     mirrored = (torch.rand(len(images), generator=generator) < 0.5).to(images.device)
     return moved(torch.where(mirrored[:, None, None, None], images.flip(3), images), 4, generator)
-
-
-def moved(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """Each image moved by at most so many pixels in both directions, over zeros; drawn on the CPU.
-
-    Shape:
-        - ``images``: (N, C, H, W), on any device; output: the same.
-    """
-    count, _, height, width = images.shape
-    down, right = torch.randint(0, 2 * most + 1, (2, count), generator=generator).to(images.device)
-    padded = F.pad(images, (most, most, most, most))
-    rows = down[:, None] + torch.arange(height, device=images.device)
-    columns = right[:, None] + torch.arange(width, device=images.device)
-    which = torch.arange(count, device=images.device)[:, None, None]
-    return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
 # --- files ------------------------------------------------------------------------------------------

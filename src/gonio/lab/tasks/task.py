@@ -381,6 +381,21 @@ def _bytes(x: Tensor) -> bytes:
     return hashlib.sha256(x.contiguous().numpy().tobytes()).digest()
 
 
+def moved(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """Each image moved by at most so many pixels in both directions, over zeros; drawn on the CPU.
+
+    Shape:
+        - ``images``: (N, C, H, W), on any device; output: the same.
+    """
+    count, _, height, width = images.shape
+    down, right = torch.randint(0, 2 * most + 1, (2, count), generator=generator).to(images.device)
+    padded = F.pad(images, (most, most, most, most))
+    rows = down[:, None] + torch.arange(height, device=images.device)
+    columns = right[:, None] + torch.arange(width, device=images.device)
+    which = torch.arange(count, device=images.device)[:, None, None]
+    return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+
+
 # --- what a task is -------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -22,7 +23,6 @@ from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
 from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
-from gonio.measuring.changes.rules import TENSOR_RULES
 from gonio.measuring.findings.remedies import Remedy
 from gonio.measuring.findings.rules import rule_texts
 from gonio.messages import fixed, said_by, say
@@ -48,6 +48,8 @@ _ORDER = (
     "match_statistics_", "shrink_change_", "shrink_intruders_", "even_out_", "retrain_ named", "calibrate_", "retrain_",
     "balance_", "recycle_",
 )  # fmt: skip
+# New statistics of a damaged layer are a damage behind it; what learns to fit them cannot become what it was.
+_TRAINING_FIRST = tuple({"calibrate_": "retrain_", "retrain_": "calibrate_"}.get(verb, verb) for verb in _ORDER)
 _HIDING = ("calibrate_", "even_out_")  # new statistics and guesses end findings that are not wholly repaired
 _PLACES = {verb: place for place, verb in enumerate(_ORDER)}
 UNPROVABLE = say("not provable without data: pass a task, or a batch of training inputs with apply_unproven=True")
@@ -69,7 +71,8 @@ def doctor(
 
     The model is measured. For each finding whose rule has a prescription (`gonio.measuring.explain(code)` shows it),
     its verbs are applied to a copy of the model, one after the other, each only if the finding is still there; the copy
-    is measured again. A change is kept if no warning or error is new, and if it is proved:
+    is measured again. A change is kept if no error is new, nor a warning if it need not improve the score, and if it is
+    proved:
 
     1. Verbs that promise the same function (`balance_`, `recycle_`) are proved by equal outputs on an example, and at
        least one of the treated findings must be gone.
@@ -82,7 +85,8 @@ def doctor(
     What the model still knows is tried first (`match_statistics_`), then guesses, then statistics, then `retrain_` of
     one named layer after the other on the task's training data, which is also tried where guesses or new statistics
     have ended a finding, because they can hide a damage; verbs that keep the function come last. Running statistics are
-    first measured anew in the layers alone that the findings name, then in all.
+    first measured anew in the layers alone that the findings name, then in all. If a layer was then trained with them,
+    training with the old statistics is tried as well, and kept if its validation score is better by `task.sesoi`.
     Everything else is undone, with the reason. The given model is not changed.
 
     Args:
@@ -119,10 +123,11 @@ def doctor(
             asked = "doctor() runs a model on a task or a batch, and compares it with a base"
             raise InvalidArgumentError(asked, type(source).__name__, "Pass the model.")
         return _reported(measure(source))
-    case = _Case(copy.deepcopy(source), Inputs(data, batch, base), apply_unproven)
-    for verb in _ORDER:
-        for remedy, treats in case.planned(verb):
-            case.treat(remedy, treats)
+    inputs = Inputs(data, batch, base)
+    case = _Case(source, inputs, apply_unproven).treated(_ORDER)
+    if data is not None and case.trained_with_new_statistics:
+        other = _Case(source, inputs, apply_unproven).treated(_TRAINING_FIRST)
+        case = other if other.score(data) >= case.score(data) + data.sesoi else case
     return case.result()
 
 
@@ -142,14 +147,36 @@ class _Case:
     """One model under treatment: its copy, what is found in it now, and the steps so far."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, apply_unproven: bool) -> None:
-        self.model, self.inputs, self.apply_unproven = model, inputs, apply_unproven
-        whole = inputs.measured(model)
+        self.given, self.model = model, copy.deepcopy(model)
+        self.inputs, self.apply_unproven = inputs, apply_unproven
+        whole = inputs.measured(self.model)
         self.notes = inputs.notes(whole)
         self.before = self.found = inputs.counted(whole)
         self.steps: list[tuple[TreatmentStep, list[Finding]]] = []
         self.edits: list[Edited] = []
         self._scores: list[float | None] = []
         self._retrained: set[tuple[str, int]] = set()  # layers, with the number of edits before
+
+    def treated(self, order: Iterable[str]) -> _Case:
+        """The case after all remedies, in this order of their verbs."""
+        for verb in order:
+            for remedy, treats in self.planned(verb):
+                self.treat(remedy, treats)
+        return self
+
+    @property
+    def trained_with_new_statistics(self) -> bool:
+        """Whether a layer was trained after running statistics had been measured anew."""
+        verbs = [step.verb for step, _ in self.steps if step.verdict == "kept"]
+        return "calibrate_" in verbs and "retrain_" in verbs[verbs.index("calibrate_") :]
+
+    def score(self, task: Task) -> float:
+        """The mean score on held-out data, with the sign that makes larger better; -inf if an output is not finite."""
+        made = scores(self.model, task)
+        known = [score for score in made if score is not None]
+        if len(known) < len(made):
+            return float("-inf")
+        return statistics.fmean(known) * (1 if task.metric.direction == "max" else -1)
 
     def planned(self, verb: str) -> Planned:
         """The remedies with this verb, each with the findings that it treats."""
@@ -174,7 +201,7 @@ class _Case:
             treats = [finding for finding in treats if self.inputs.is_evidence(finding)] or treats
         if remedy.verb == "retrain_":
             gone = [finding for finding in treats if _key(finding) not in _keys(self.found.findings)]
-            paths = suspects(treats, self.found, self.model) + suspects(gone, self.before, self.model)
+            paths = suspects(treats, self.found, self.model) + suspects(gone, self.before, self.given)
             for path in list(dict.fromkeys(paths))[:_RETRAINED]:
                 if (path, len(self.edits)) in self._retrained:  # since then nothing has changed
                     continue
@@ -208,11 +235,10 @@ class _Case:
         except GonioError as error:
             return replace(step, proof=say("refused: {error}", error=said_by(error)))
         if not edit.changes:
+            edit.undo_()
             return replace(step, proof=say("it finds nothing to change"))
         after = self.inputs.counted(self.inputs.measured(self.model))
-        # A change that dwarfs its base hides its intruders among those of chance; a smaller one shows them.
-        shown = frozenset(TENSOR_RULES) if remedy.verb == "shrink_change_" else frozenset[str]()
-        harm = _no_help(self.found, after, edit, treats, better=remedy.proof == "better held-out score", shown=shown)
+        harm = _no_help(self.found, after, edit, treats, better=remedy.proof == "better held-out score")
         now: list[float | None] = []
         results: Results | None = None
         if not exact and self.inputs.task is not None:
@@ -348,11 +374,11 @@ def _no_help(
     treats: list[Finding],
     *,
     better: bool,
-    shown: frozenset[str],
 ) -> str:
-    """Why a change did not help; empty if it did. A better score is help enough. `shown`: codes that do not count."""
+    """Why a change did not help; empty if it did. A better score is help enough, and outweighs a new warning."""
     left, known = _keys(after.findings), _keys(before.findings)
-    new = sorted({f.code for f in after.findings if f.level != "info" and _key(f) not in known and f.code not in shown})
+    harmful = ("error",) if better else ("error", "warn")
+    new = sorted({f.code for f in after.findings if f.level in harmful and _key(f) not in known})
     if new:
         return say("it causes other findings: {codes}", codes=", ".join(new))
     if better or not _keys(treats) <= left:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, select
-from gonio.editing.wrapping import refuse_shards
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.lab.plan import TrainingConfig
@@ -40,12 +39,12 @@ def retrain_(
     """Train the parameters of chosen layers alone on a task's training data, everything else frozen.
 
     The model stays in evaluation mode: running statistics do not change, and dropout is off. The layers are trained by
-    AdamW without decay, with a cosine schedule, for a tenth of the epochs from each of three starts: their present
-    values, with filters that are 0 (or below 1/1000 of the median norm) drawn anew; the same with the bias 0; and new
-    values (:func:`gonio.init.he_`, with the scale that a batch norm behind the layer stores, if there is one; gain 1
-    and shift 0 for a norm). The start with the lowest loss on the training data is trained for the remaining epochs,
-    unless none has a better score on the training data than the model had, by `task.sesoi`. Validation and test data
-    are not used.
+    AdamW without decay, with a cosine schedule, for a tenth of the epochs from each of three starts, at `lr` and at a
+    quarter of it: their present values, with filters that are 0 (or below 1/1000 of the median norm) drawn anew; the
+    same with the bias 0; and new values (:func:`gonio.init.he_`, with the scale that a batch norm behind the layer
+    stores, if there is one; gain 1 and shift 0 for a norm). The start and the rate with the lowest loss on the training
+    data are kept for the remaining epochs, unless none has a better score on the training data than the model had, by
+    `task.sesoi`. Validation and test data are not used.
 
     What the layers had learnt is not restored: they learn anew what the frozen rest of the model can use.
 
@@ -71,14 +70,18 @@ def retrain_(
         raise InvalidArgumentError("retrain_ needs epochs >= 1 and lr > 0", found, "Leave them out.")
     chosen = select(model, where, verb="retrain_", can_act=can_act)
     refuse_shards(model, "retrain_")
-    training = TrainingConfig(
-        epochs=max(1, epochs // 10), batch_size=task.training.batch_size, lr=lr, optimizer="adamw", weight_decay=0.0
-    )
-    paths = [site.path for site in chosen]
-    tried = [
-        (_trained(twin, paths, task, training, seed), name, twin) for name, twin in _starts(model, chosen, task, seed)
+    first, size = max(1, epochs // 10), task.training.batch_size
+    rates = [
+        TrainingConfig(epochs=first, batch_size=size, lr=rate, optimizer="adamw", weight_decay=0.0)
+        for rate in (lr, lr / 4)
     ]
-    loss, start, twin = min(tried, key=lambda each: each[0])
+    paths = [site.path for site in chosen]
+    tried = []
+    for name, start in _starts(model, chosen, task, seed):
+        for training in rates:
+            twin = copy.deepcopy(start)
+            tried.append((_trained(twin, paths, task, training, seed), name, training, twin))
+    loss, name, training, twin = min(tried, key=lambda each: each[0])
     refuse = partial(NotApplicableError, "retrain_", paths[0], action="train")
     if not math.isfinite(loss):
         raise refuse("no start of the training gives a finite loss", "Treat the other layers first.")
@@ -90,9 +93,9 @@ def retrain_(
         loss = _trained(twin, paths, task, replace(training, epochs=epochs - training.epochs), seed + 1)
     with Edit(model, "retrain_") as edit, torch.no_grad():
         for site in chosen:
-            for name, parameter in site.module.named_parameters(recurse=False):
-                edit.set_data_(parameter, twin.get_submodule(site.path).get_parameter(name))
-            edit.changed(site.path, say("trained for {epochs} epochs from {start}", epochs=epochs, start=start))
+            for own, parameter in site.module.named_parameters(recurse=False):
+                edit.set_data_(parameter, twin.get_submodule(site.path).get_parameter(own))
+            edit.changed(site.path, say("trained for {epochs} epochs from {start}", epochs=epochs, start=name))
         edit.note(say("training loss {loss:.3g}; everything else was frozen", loss=loss))
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()

@@ -8,7 +8,8 @@ from torch import nn
 
 from gonio.measuring import Finding, Measurements
 from gonio.measuring.figures.signals import Signal
-from gonio.measuring.findings.model_rules import dead_layers, out_of_scale, stale, trained_without_statistics
+from gonio.measuring.figures.starts import layers_as_built
+from gonio.measuring.findings.model_rules import dead_layers, out_of_scale, stale, without_statistics
 from gonio.measuring.findings.rules import LEVELS
 from gonio.surgery.calibrate import can_act
 from gonio.surgery.facts import WEIGHTED, facts_of
@@ -47,7 +48,9 @@ def _named(finding: Finding, found: Measurements, model: nn.Module) -> list[str]
         path = finding.path if finding.path in modules else finding.path.rpartition(".")[0]
         return [path] if path in modules and _trains(modules[path]) else []
     signals = [signal for signal in found.signals if signal.path in modules]
-    if finding.code == "G407":
+    if finding.code == "G415":
+        return list(layers_as_built(model))
+    if finding.code in ("G101", "G407"):
         return [path for path, m in modules.items() if _is_zero(m)]
     if finding.code == "G408":
         named = [signal.path for signal in dead_layers(signals)]
@@ -60,7 +63,7 @@ def _named(finding: Finding, found: Measurements, model: nn.Module) -> list[str]
         first = [signal.path for signal in signals if stale(signal)][:1]
         return [path for norm in first for path in (*_before(norm, signals, modules), norm) if _trains(modules[path])]
     else:
-        named = [path for path, m in modules.items() if can_act(m) is None and trained_without_statistics(m)]
+        named = _without_statistics(modules)
     found_in = [[path] if _trains(modules[path]) else _before(path, signals, modules) for path in named]
     return list(dict.fromkeys(path for paths in found_in for path in paths))
 
@@ -81,6 +84,13 @@ def _is_zero(module: nn.Module) -> bool:
     return weight is not None and weight.numel() > 0 and not bool(weight.any())
 
 
+def _without_statistics(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The paths of the norms whose statistics are those of the start, unlike the rest of the model."""
+    norms = {path: module for path, module in modules.items() if can_act(module) is None}
+    fresh = set(map(id, without_statistics(norms.values())))
+    return [path for path, module in norms.items() if id(module) in fresh]
+
+
 def statistics_of(model: nn.Module | None) -> set[str]:
     """The paths of the running statistics that `calibrate_` measures."""
     layers = [] if model is None else [(path, m) for path, m in model.named_modules() if can_act(m) is None]
@@ -91,7 +101,7 @@ def calibrated_layers(treats: list[Finding], found: Measurements, model: nn.Modu
     """The layers in which `calibrate_` is tried: those that are named, then all (an empty list)."""
     layers = [path for path, module in model.named_modules() if can_act(module) is None]
     named = {finding.path.rpartition(".")[0] for finding in treats if finding.path}
-    named |= {path for path in layers if trained_without_statistics(model.get_submodule(path))}
+    named |= set(_without_statistics(dict(model.named_modules())))
     gaps = [signal for signal in found.signals if signal.path in layers and stale(signal)]
     first = {gaps[0].path} if gaps else set()  # what follows may be a consequence
     chosen = [path for path in layers if path in named | first]

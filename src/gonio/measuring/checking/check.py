@@ -27,7 +27,7 @@ from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
-from gonio.measuring.reading.gaps import missing_in_blocks
+from gonio.measuring.reading.order import missing_in_blocks
 from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, padding_beside, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say

@@ -6,7 +6,6 @@ all bytes of a file are accounted for.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import zipfile
@@ -30,12 +29,12 @@ from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, st
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
-from gonio.measuring.reading.shards import PART, weight_map
+from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero
-from gonio.messages import counted, say
+from gonio.messages import say
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
@@ -162,48 +161,12 @@ def _of_index(index: Path) -> Inventory:
     wanted, doubled = weight_map(index)
     shards = [index.parent / shard for shard in dict.fromkeys(wanted.values())]
     held, problems = _of_files(shards)
-    counts = Counter(wanted.values())
-    for shard in shards:
-        if not shard.is_file():
-            tensors = counted(counts[shard.name], "tensor")
-            problems.append(
-                Problem(
-                    "G702", shard.name, say("the shard is missing; the index places {tensors} in it", tensors=tensors)
-                )
-            )
-    where: dict[str, list[str]] = {}
-    for shard_name, found in held.items():
-        for place in found.places:
-            where.setdefault(place.name, []).append(shard_name)
-    for name, shard_name in wanted.items():
-        seen = where.get(name, [])
-        if shard_name in seen or not (index.parent / shard_name).is_file() or shard_name not in held:
-            continue
-        instead = say("; {file} holds it", file=plain(seen[0])) if seen else ""
-        problems.append(
-            Problem(
-                "G702",
-                name,
-                say(
-                    "not in {shard_name}, where the index places it{instead}",
-                    shard_name=plain(shard_name),
-                    instead=instead,
-                ),
-            )
-        )
-    problems += [Problem("G703", name, say("named twice in the index")) for name in doubled]
-    for name, seen in where.items():
-        if len(seen) > 1:
-            problems.append(
-                Problem(
-                    "G703", name, say("stored in {count} shards: {seen}", count=len(seen), seen=listing(seen, limit=4))
-                )
-            )
-        elif name not in wanted:
-            problems.append(Problem("G703", name, say("in {seen}, but not in the index", seen=plain(seen[0]))))
+    there = [shard for shard in shards if shard.is_file()]
+    names = {shard: [place.name for place in found.places] for shard, found in held.items()}
+    problems += misplaced(wanted, doubled, names, {shard.name for shard in there})
     places = tuple(place for found in held.values() for place in found.places)
     notes = tuple(dict.fromkeys(note for found in held.values() for note in found.notes))
-    return Inventory(places, tuple(problems), notes, (index, *(shard for shard in shards if shard.is_file())))
+    return Inventory(places, tuple(problems), notes, (index, *there))
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
@@ -246,19 +209,13 @@ def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
     Raises:
         UnreadableFileError: if it is not one.
     """
-    doubled: list[str] = []
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        doubled.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-        return dict(pairs)
-
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, LARGEST_HEADER):
                 raise ValueError(f"{size} bytes, of which the header would take {length}")
-            header = json.loads(file.read(length), object_pairs_hook=once)
+            header, doubled = parsed(file.read(length))
         if not isinstance(header, dict):
             raise ValueError("the header is no object")
     except (ValueError, RecursionError, OSError) as error:

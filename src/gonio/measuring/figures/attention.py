@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio.errors import first_line
 from gonio.messages import say
 from gonio.surgery import Anatomy, Attention, sites
 from gonio.surgery.equivalent import call
@@ -87,7 +88,7 @@ class LogitStatistics(Observer):
         try:
             self._sum(parts)
         except Exception as error:  # of an attention unlike that of the example; it must not end a training
-            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            self.why_not = first_line(error, kind=True)
             self._broken = True
 
     def _sum(self, parts: Iterable[tuple[Tensor, Tensor]]) -> None:

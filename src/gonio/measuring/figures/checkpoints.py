@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gonio.errors import GonioError, listing
+from gonio.errors import GonioError, first_line, listing
 from gonio.measuring.figures.heads import heads_in
 from gonio.measuring.figures.structure import MovableScale, Structure
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
@@ -63,8 +63,7 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
             return Structure(notes=(f"Blocks were not measured: {same.why}.",))
         found = block_symmetries(plan.model, same.input, traced=False, taken=frozenset())
     except (GonioError, RuntimeError, ValueError, TypeError) as error:
-        said = str(error).strip().partition("\n")[0][:200]
-        return Structure(notes=(f"Blocks were not measured: {type(error).__name__}: {said}.",))
+        return Structure(notes=(f"Blocks were not measured: {first_line(error, kind=True)}.",))
     stored = _Stored(plan, entries)
     symmetries = plan.spread(found.symmetries)
     readable = {name for each in symmetries for name in each.tensors if _has(stored, name)}
@@ -72,7 +71,11 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
     left = {why: tuple((kind, at) for kind, of in places for at in plan.spread((of,)))
             for why, places in found.left.items()}  # fmt: skip
     blocks = replace(found, symmetries=held, parameters=stored, left=left)
-    heads = () if found.anatomy is None else heads_in(plan.whole(found.anatomy), lambda name: _of(stored, name))
+    heads = (
+        ()
+        if found.anatomy is None
+        else heads_in(plan.whole(found.anatomy), lambda name: stored[name] if _has(stored, name) else None)
+    )
     missing = sorted({name for each in symmetries for name in each.tensors} - readable)
     notes: tuple[str, ...] = ()
     if missing:
@@ -80,10 +83,6 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
         said = f"{counted(len(missing), 'tensor')} of blocks {has} not in the file under the model's name"
         notes = (f"{said}: {listing(missing)}.",)
     return Structure(MovableScale.of(Movable([], blocks, "")), heads=heads, notes=notes)
-
-
-def _of(stored: _Stored, name: str) -> Tensor | None:
-    return stored[name] if _has(stored, name) else None
 
 
 def _has(stored: _Stored, name: str) -> bool:

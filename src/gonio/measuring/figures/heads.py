@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import GonioError, listing
+from gonio.errors import GonioError, first_line, listing
 from gonio.execution import is_sharded
 from gonio.geometry.attention import largest_product
+from gonio.geometry.views import why_not_dense
 from gonio.measuring.figures.attention import HeadLogits, logits_on
 from gonio.messages import say
 from gonio.surgery import Anatomy, Attention, Part, anatomy
 from gonio.surgery.blocks import Normalized
 from gonio.surgery.equivalent import SameFunction
-from gonio.surgery.facts import why_not_dense
 from gonio.surgery.graph import trace
 from gonio.surgery.movable import may_attend
 
@@ -111,8 +111,7 @@ def with_logits(
     try:
         read, reasons = logits_on(model, batch, found)
     except Exception as error:  # the model can raise anything
-        said = str(error).strip().partition("\n")[0][:200]
-        return heads, (say("Logits were not measured: {why}.", why=f"{type(error).__name__}: {said}"),)
+        return heads, (say("Logits were not measured: {why}.", why=first_line(error, kind=True)),)
     at = {(each.path, each.head): {name: getattr(each, name) for name in ON_BATCH} for each in read}
     without = {path for path, _ in at} - {head.path for head in heads}
     reasons |= dict.fromkeys(without, say("its tensors have no values that can be read"))

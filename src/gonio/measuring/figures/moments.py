@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import repeat
 from math import isfinite, prod, sqrt
 from typing import Any
@@ -121,15 +121,10 @@ class Moments:
         under = next((name for name in squares if name.startswith("max_")), second)
         betas = options.get("betas")
         decays = betas if isinstance(betas, tuple) and len(betas) == 2 and all(0 <= b < 1 for b in betas) else None
-        known = cls(first, second, under, decays)
-        return cls(
-            **{
-                **{each.name: getattr(known, each.name) for each in fields(cls)},
-                "correct": bool(options.get("bias_correction", True)),
-                "eps": float(options.get("eps", 0.0)) if isinstance(options.get("eps", 0.0), float) else 0.0,
-                "reason": known._why(options),
-            }
-        )
+        eps = options.get("eps", 0.0)
+        eps = eps if isinstance(eps, float) else 0.0
+        known = cls(first, second, under, decays, correct=bool(options.get("bias_correction", True)), eps=eps)
+        return replace(known, reason=known._why(options))
 
     def _why(self, options: Mapping[str, Any]) -> str:
         other = [name for name, value in options.items() if name not in _KNOWN and value not in (0, "")]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gonio.editing.twin import evaluating, set_tensors_
-from gonio.editing.wrapping import is_sharded
+from gonio.editing.where import is_sharded
 from gonio.execution import several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
@@ -22,6 +22,7 @@ from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
 from gonio.surgery import Site, sites
+from gonio.surgery.calibrate import own_buffers
 from gonio.surgery.equivalent import call
 
 _COMPUTING = (Parametrization, nn.utils.parametrize.ParametrizationList)
@@ -356,16 +357,14 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
 
 def _in_training(norm: nn.Module, inputs: Any) -> Tensor | None:
     """Its output in training mode; hooks do not run, and its buffers keep their values."""
-    kept = dict(norm._buffers)
-    norm._buffers.update({name: buffer.clone() for name, buffer in kept.items() if buffer is not None})
     norm.training = True
     try:
-        found = norm.forward(*inputs)
+        with own_buffers(norm):
+            found = norm.forward(*inputs)
     except (ValueError, RuntimeError):  # a single value per channel; a norm that trains on other devices only
         return None
     finally:
         norm.training = False
-        norm._buffers.update(kept)
     return found if isinstance(found, Tensor) else None
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import evaluating
-from gonio.editing.wrapping import unwrapped
+from gonio.editing.where import unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of, with_logits
 from gonio.measuring.figures.signals import Signal
+from gonio.measuring.figures.starts import layers_as_built
 from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.messages import say
 from gonio.parametrizations.mechanism import parametrization_of
@@ -345,6 +346,7 @@ class ModelFacts:
         norms: every normalisation layer. `weighted`: paths of the linear layers and convolutions.
         decayed: paths of the weights under weight decay whose scale the function does not depend on.
         constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
+        as_built: paths of the layers that have the values of torch's initialisation, in a model that was trained.
     """
 
     norms: tuple[NormUse, ...]
@@ -353,6 +355,7 @@ class ModelFacts:
     decayed: tuple[str, ...]
     constant: tuple[str, ...]
     signals: tuple[Signal, ...]
+    as_built: tuple[str, ...]
 
     @classmethod
     def of(
@@ -376,7 +379,8 @@ class ModelFacts:
             if id(parameter) in training.decayed and _is_free(site, name, structure)
         ]
         weighted = frozenset(site.path for site in everything if isinstance(site.module, WEIGHTED))
-        return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals))
+        as_built = layers_as_built(model)
+        return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals), as_built)
 
 
 def _is_free(site: Site, name: str, structure: Structure) -> bool:

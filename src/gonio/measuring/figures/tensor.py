@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import GonioError
+from gonio.errors import GonioError, first_line
 from gonio.escaping import plain
 from gonio.execution import one_thread
 from gonio.geometry import (
@@ -20,13 +20,12 @@ from gonio.geometry import (
     conv_spectral_norm_estimate,
     marchenko_pastur,
     matrix_view,
-    near_duplicates,
     quantization_error,
     welch_bound,
 )
 from gonio.geometry.blocks import COSINE_WIDTH, GramMatrix, NormSummary, count_nonfinite, row_norms
 from gonio.geometry.conv_operator import periodic_grid
-from gonio.geometry.duplicates import ROUNDING, SEARCHED
+from gonio.geometry.duplicates import ROUNDING, SEARCHED, earliest_parallel
 from gonio.geometry.norms import computed_in
 from gonio.geometry.pairs import PairStatistics, pair_statistics, pair_statistics_of_each
 from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, singular_values_of_each, spectrum_estimate
@@ -305,8 +304,7 @@ def _guarded(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep:
             raise raw
         return _measured(entry, raw, extra_figures, deep=deep)
     except Exception as error:  # as in _loaded: a tensor's class may have code of its own too
-        said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-        return _row(entry, status="skipped", reason=f"{FAILED}: {said}")
+        return _row(entry, status="skipped", reason=f"{FAILED}: {first_line(error, 300)}")
 
 
 @one_thread()
@@ -472,9 +470,8 @@ def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple
         if matrix.numel() > SEARCHED:
             continue
         finite = torch.isfinite(matrix).all(1, keepdim=True)
-        first, second = near_duplicates(matrix.where(finite, 0), cosine=1 - ROUNDING).pairs.unbind(1)
-        earliest = torch.full((n,), n).scatter_reduce(0, second.cpu(), first.cpu(), "amin")
-        copies = (earliest < n).nonzero().flatten()
+        earliest = earliest_parallel(matrix.where(finite, 0), cosine=1 - ROUNDING)
+        copies = (earliest < torch.arange(n)).nonzero().flatten()
         found += zip((copies + index * n).tolist(), (earliest[copies] + index * n).tolist(), strict=True)
     return tuple(found) or (pairs.closest[::-1],)
 

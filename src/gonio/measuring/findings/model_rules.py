@@ -228,22 +228,58 @@ def _stale(facts: ModelFacts) -> str | None:
 
 @rule("G411", ADVICE)
 def _forgotten(facts: ModelFacts) -> str | None:
-    norms = [norm for norm in facts.norms if norm.has_statistics and trained_without_statistics(norm.module)]
+    fresh = {id(module) for module in without_statistics(norm.module for norm in facts.norms)}
+    norms = [norm for norm in facts.norms if id(norm.module) in fresh]
     return say("running statistics are at their initial values: {norms}", norms=_listed(norms)) if norms else None
 
 
-def trained_without_statistics(norm: nn.Module) -> bool:
-    """Whether the statistics are those of the start, and both gains and shifts have been trained.
+def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
+    """The norms whose running statistics are those of the start, although they, or other norms of the model, have run.
 
-    Initialisations draw gains (DCGAN: N(1, 0.02)), but leave shifts alike.
+    That a norm was trained is seen from its gains and shifts, if both differ between channels: initialisations draw
+    gains (DCGAN: N(1, 0.02)), but leave shifts alike.
     """
-    names = ("running_mean", "running_var", "weight", "bias")
-    state = dict(norm.named_buffers(recurse=False)) | dict(norm.named_parameters(recurse=False))
-    mean, var, gain, shift = (
-        t if t is not None and not is_lazy(t) and not t.is_meta else torch.ones(1) for t in map(state.get, names)
-    )
-    unequal = all(bool((t != t.flatten()[0]).any()) for t in (gain, shift))
-    return unequal and not bool(mean.any()) and not bool((var != 1).any())
+    tensors = [
+        (norm, dict(norm.named_buffers(recurse=False)) | dict(norm.named_parameters(recurse=False))) for norm in norms
+    ]
+    known = [
+        (norm, state)
+        for norm, state in tensors
+        if "running_mean" in state and not any(map(_has_no_values, state.values()))
+    ]
+    fresh = [(norm, state) for norm, state in known if _are_of_the_start(state["running_mean"], state["running_var"])]
+    return [
+        norm for norm, state in fresh if len(fresh) < len(known) or _are_unequal(state.get("weight"), state.get("bias"))
+    ]
+
+
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    return is_lazy(tensor) or tensor.is_meta or type(tensor).__module__.startswith("torch._subclasses")  # fake
+
+
+def _are_of_the_start(mean: torch.Tensor, var: torch.Tensor) -> bool:
+    return not bool(mean.any()) and not bool((var != 1).any())
+
+
+def _are_unequal(*vectors: torch.Tensor | None) -> bool:
+    return all(vector is not None and bool((vector != vector.flatten()[0]).any()) for vector in vectors)
+
+
+@rule("G415", ADVICE)
+def _as_built(facts: ModelFacts) -> str | None:
+    if not facts.as_built:
+        return None
+    return say("weights are those of the initialisation: {paths}", paths=listing(list(facts.as_built), limit=3))
+
+
+@rule("G101", ADVICE)
+def _zero_gains(facts: ModelFacts) -> str | None:
+    norms = [norm for norm in facts.norms if _is_zero(dict(norm.module._parameters.items()).get("weight"))]
+    return say("every gain is 0: {norms}", norms=_listed(norms)) if norms else None
+
+
+def _is_zero(gain: torch.Tensor | None) -> bool:
+    return gain is not None and not _has_no_values(gain) and gain.numel() > 0 and not bool(gain.any())
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

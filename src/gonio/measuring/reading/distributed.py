@@ -282,11 +282,7 @@ def _read(folder: Path, pieces: list[_Piece], shape: tuple[int, ...], dtype: tor
 
 
 def _sorted_out(
-    metadata: Record,
-    stored: dict[str, StoredTensor],
-    others: list[TensorEntry],
-    folder: _Folder,
-    key: str,
+    metadata: Record, stored: dict[str, StoredTensor], others: list[TensorEntry], folder: _Folder, key: str
 ) -> Opened:
     """The model's tensors by their names in its state dict, and those of optimizers and other objects beside."""
     shapes = {name: tensor.shape for name, tensor in stored.items()}

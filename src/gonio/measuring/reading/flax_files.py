@@ -93,7 +93,9 @@ def open_flax(path: Path) -> Opened:
             others.append(TensorEntry(name, "", None, None, said, shape=array.shape, dtype=array.dtype))
         else:
             stored[name] = StoredTensor(array.shape, array.dtype, partial(_read, path, array))
-    last = _outputs_last(stored)
+    # whether all kernels whose bias fits one dimension alone have their outputs on the last one
+    told = {at[0] == len(t.shape) - 1 for name, t in stored.items() if len(at := _candidates(name, stored)) == 1}
+    last = told == {True}
     stored = {name: replace(tensor, axes=_axes(name, stored, last)) for name, tensor in stored.items()}
     whole = set(_STATE) <= set(tree)
     beside = {name: tensor for name, tensor in stored.items() if whole and name.startswith("opt_state.")}
@@ -247,12 +249,6 @@ def _candidates(name: str, stored: Mapping[str, StoredTensor]) -> tuple[int, ...
     if last != "kernel" or bias is None or len(bias.shape) != 1:
         return ()
     return tuple(dim for dim, size in enumerate(stored[name].shape) if size == bias.shape[0])
-
-
-def _outputs_last(stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether all kernels of the file whose bias fits one dimension alone have their outputs on the last one."""
-    told = {found[0] == len(stored[name].shape) - 1 for name in stored if len(found := _candidates(name, stored)) == 1}
-    return told == {True}
 
 
 def _axes(name: str, stored: Mapping[str, StoredTensor], outputs_last: bool) -> Axes:

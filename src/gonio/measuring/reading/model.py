@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gonio.errors import NotApplicableError
+from gonio.errors import NotApplicableError, first_line
 from gonio.geometry import Layout, layout_of
 from gonio.measuring.private_torch import recurrent_weights, weights_of_hooks
 from gonio.measuring.reading.entry import (
@@ -117,8 +117,8 @@ def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Rea
     try:
         return _entry(site, name, path, tensor, read)
     except Exception as error:  # a tensor's subclass, or a property of the module, runs code of its own
-        said = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-        return TensorEntry(path, type(site.module).__name__, None, None, f"cannot be read: {said}")
+        said = f"cannot be read: {first_line(error, 300)}"
+        return TensorEntry(path, type(site.module).__name__, None, None, said)
 
 
 def _not_learned(table: Tensor | None, trained: bool) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio.errors import first_line
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import LOW_RANK, TensorEntry
 from gonio.surgery import Site
@@ -84,14 +85,9 @@ def _changed(layer: Any) -> Iterator[tuple[str, Tensor]]:
     for name, value in base.named_parameters(recurse=False):
         if own is not None and name != own:
             continue
-        if value.ndim > 1 or _has_bias(layer):
+        biases = getattr(layer, "lora_bias", None)  # of LoRA only those with a bias of their own may change one
+        if value.ndim > 1 or biases is None or any(biases.values()):
             yield name, value
-
-
-def _has_bias(layer: Any) -> bool:
-    """Whether the adapters may change a bias; of LoRA only those with a bias of their own do."""
-    biases = getattr(layer, "lora_bias", None)
-    return biases is None or any(biases.values())
 
 
 def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, reason: str) -> Iterator[TensorEntry]:
@@ -165,7 +161,7 @@ def _in_use(layer: Any, name: str, kind: str) -> Tensor:
         made.merge()
         merged: Tensor = getattr(made.get_base_layer(), name)
     except Exception as error:  # any tuner's own code
-        said = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+        said = first_line(error)
         raise ValueError(f"changed by an adapter of type {kind}, which peft does not merge here: {said}") from error
     if not made.merged:
         raise ValueError(f"changed by an adapter of type {kind}, which peft does not merge")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,36 +32,50 @@ def open_shards(index: Path) -> Opened:
         else:
             reason = tensors if isinstance(tensors, str) else f"the shard {plain(shard)} does not hold it"
             missing.append(TensorEntry(name, "", None, None, reason))
-    problems, placed = [], dict[str, list[str]]()
-    for name, shard in wanted.items():
-        placed.setdefault(shard, []).append(name)
-    for shard, found in shards.items():
-        if isinstance(found, str) and not (index.parent / shard).is_file():
-            tensors = counted(len(placed[shard]), "tensor")
-            said = say("the shard is missing; the index places {tensors} in it", tensors=tensors)
-            problems.append(Problem("G702", shard, said))
-        elif isinstance(found, str):
-            problems.append(Problem("G701", shard, found))
-        else:
-            said = say("not in {shard_name}, where the index places it{instead}", shard_name=plain(shard), instead="")
-            problems += [Problem("G702", name, said) for name in placed[shard] if name not in found]
-    problems += [Problem("G703", name, say("named twice in the index")) for name in doubled]
-    held: dict[str, list[str]] = {}
-    for shard, tensors in shards.items():
-        for name in () if isinstance(tensors, str) else tensors:
-            held.setdefault(name, []).append(plain(shard))
-    for name, seen in held.items():
-        if len(seen) > 1:
-            where = listing(sorted(seen), limit=4)
-            problems.append(Problem("G703", name, say("stored in {count} shards: {seen}", count=len(seen), seen=where)))
-        elif name not in wanted:
-            said = say("in {seen}, but not in the index", seen=seen[0])
-            problems.append(Problem("G703", name, said))
+    there = {shard for shard in shards if (index.parent / shard).is_file()}
+    unread = [Problem("G701", name, said) for name, said in shards.items() if name in there and isinstance(said, str)]
+    held = {shard: tensors for shard, tensors in shards.items() if not isinstance(tensors, str)}
+    problems = [*unread, *misplaced(wanted, doubled, held, there)]
     strays = any(problem.code == "G703" for problem in problems)
     notes = (
         (say("where index and shards differ, the index is followed; of two places in it, the last"),) if strays else ()
     )
     return Opened(stored, tuple(missing), notes, problems=tuple(problems))
+
+
+def misplaced(
+    wanted: Mapping[str, str], doubled: Sequence[str], held: Mapping[str, Collection[str]], there: Collection[str]
+) -> Iterator[Problem]:
+    """Where an index and its shards differ: shards and tensors that are missing, tensors stored twice or not named.
+
+    Args:
+        wanted, doubled: as :func:`weight_map` gives them.
+        held: the names of the tensors of each shard that can be read. `there`: the shards that exist.
+    """
+    for shard, count in Counter(wanted.values()).items():
+        if shard not in there:
+            tensors = counted(count, "tensor")
+            said = say("the shard is missing; the index places {tensors} in it", tensors=tensors)
+            yield Problem("G702", shard, said)
+    places: dict[str, list[str]] = {}
+    for shard, names in held.items():
+        for name in names:
+            places.setdefault(name, []).append(plain(shard))
+    for name, shard in wanted.items():
+        if shard in there and shard in held and name not in held[shard]:
+            instead = say("; {file} holds it", file=places[name][0]) if name in places else ""
+            said = say(
+                "not in {shard_name}, where the index places it{instead}", shard_name=plain(shard), instead=instead
+            )
+            yield Problem("G702", name, said)
+    for name in doubled:
+        yield Problem("G703", name, say("named twice in the index"))
+    for name, seen in places.items():
+        if len(seen) > 1:
+            where = listing(sorted(seen), limit=4)
+            yield Problem("G703", name, say("stored in {count} shards: {seen}", count=len(seen), seen=where))
+        elif name not in wanted:
+            yield Problem("G703", name, say("in {seen}, but not in the index", seen=seen[0]))
 
 
 def _shard(path: Path) -> dict[str, StoredTensor] | str:
@@ -77,14 +92,8 @@ def weight_map(index: Path) -> tuple[dict[str, str], list[str]]:
     """Tensor → shard, and the names that occur twice in the index."""
     if index.stat().st_size > LARGEST_INDEX:
         raise UnreadableFileError(str(index), f"it is larger than {LARGEST_INDEX} bytes", "It is no index.")
-    doubled: list[str] = []
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        doubled.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-        return dict(pairs)
-
     try:
-        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=once)
+        content, doubled = parsed(index.read_text(encoding="utf-8"))
         placed = {str(name): str(shard) for name, shard in content["weight_map"].items()}
     except Exception as error:
         said = f"it is not an index with a weight_map ({str(error)[:300]})"
@@ -94,6 +103,17 @@ def weight_map(index: Path) -> tuple[dict[str, str], list[str]]:
             said = f"it names a file outside its folder: {shorten(repr(shard))}"
             raise UnreadableFileError(str(index), said, "Shards lie beside their index.")
     return placed, [name for name in doubled if name in placed]
+
+
+def parsed(text: str | bytes) -> tuple[Any, list[str]]:
+    """The content of JSON, and the keys that occur twice in one of its objects."""
+    doubled: list[str] = []
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        doubled.extend(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=once), doubled
 
 
 def open_parts(files: list[Path]) -> Opened:

@@ -39,12 +39,11 @@ from gonio.measuring.reading.entry import (
 )
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
-from gonio.measuring.reading.gaps import missing_in_blocks
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.kinds import OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
-from gonio.measuring.reading.order import families, in_depth_order
+from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import PART, open_parts, open_shards
 from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files

@@ -1,12 +1,17 @@
-"""The page "how this training turned": the rotation of each layer over time, beside its prediction."""
+"""The page "how this training turned", also while it trains: the rotation of each layer, beside its prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import degrees
+from pathlib import Path
 from typing import Any
 
+from gonio.errors import InvalidArgumentError
+from gonio.escaping import write_text
 from gonio.measuring.showing.page import More, layer_map, render
 from gonio.measuring.showing.table import Column, figures
 from gonio.measuring.training.advice import LayerRotation, advice
@@ -145,3 +150,57 @@ def _lanes(layers: Sequence[LayerRotation]) -> list[Lane]:
         Lane("ratio", "rotation over the prediction; dashed: 1", [layer.ratio for layer in layers],
              chance=[None if layer.ratio is None else 1.0 for layer in layers]),
     ]  # fmt: skip
+
+
+# --- the page while the network trains --------------------------------------------------------------------------------
+
+SECONDS = 10
+"""The least time between two versions of a page, and after which a browser loads it anew."""
+_SHARE = 0.02  # of the time, which writing the page may take
+
+
+class LivePage:
+    """Writes a page from time to time; the file is replaced whole, so that a browser never sees half of it.
+
+    Example:
+        >>> import tempfile
+        >>> from gonio.measuring.showing.training import LivePage
+        >>> page = LivePage(Path(tempfile.mkdtemp()) / "run.html")
+        >>> page.renew(lambda: "first"), page.renew(lambda: "too early")
+        (True, False)
+        >>> page.path.read_text()
+        'first'
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path, self._clock, self._due = path, clock, float("-inf")
+
+    def renew(self, make: Callable[[], str]) -> bool:
+        """Write the page that `make` returns, unless it is too early; whether it was written."""
+        began = self._clock()
+        if began < self._due:
+            return False
+        self.write(make())
+        ended = self._clock()
+        self._due = ended + max(SECONDS, (ended - began) / _SHARE)
+        return True
+
+    def write(self, text: str) -> None:
+        """Write the page now."""
+        write_text(text, self.path)
+
+
+def checked_page(page: str | os.PathLike[str], optimizer: object) -> Path:
+    """The path of a page of a :class:`gonio.Tracker`.
+
+    Raises:
+        InvalidArgumentError: if it does not end in .html, its folder does not exist, or there is no optimizer.
+    """
+    path = Path(page)
+    if path.suffix != ".html":
+        raise InvalidArgumentError("Tracker(page=) is the path of a page", repr(str(path)), "Let it end in .html.")
+    if not path.parent.is_dir():
+        raise InvalidArgumentError("Tracker(page=) is written into a folder", f"no folder {path.parent}", "Create it.")
+    if optimizer is None:
+        raise InvalidArgumentError("Tracker(page=) shows steps with optimizer=", "none", "Pass the optimizer.")
+    return path

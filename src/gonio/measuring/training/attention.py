@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gonio.editing.wrapping import is_sharded
+from gonio.editing.where import is_sharded
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.measuring.figures.attention import HeadLogits, LogitStatistics, observers_of
 from gonio.measuring.findings.model_rules import by_attention, one_token_heads

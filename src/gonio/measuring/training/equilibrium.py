@@ -274,11 +274,7 @@ RULES: Mapping[str, _Rule] = {
     "sgd": _Rule(_sgd, (*_DECAY, "momentum", "dampening", "nesterov")),
     "adam": _Rule(_adam, (*_DECAY, "betas", "eps")),
     "adamw": _Rule(_adamw, (*_DECAY, "betas")),
-    "lion": _Rule(
-        _lion,
-        (*_DECAY, "betas"),
-        {"weight_decouple": (True,), **dict.fromkeys(_CHANGES, (False,))},
-    ),
+    "lion": _Rule(_lion, (*_DECAY, "betas"), {"weight_decouple": (True,), **dict.fromkeys(_CHANGES, (False,))}),
     "muon": _Rule(_muon, (*_DECAY, "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")),
 }
 _OF_TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Muon": "muon"}

@@ -155,12 +155,7 @@ class StepFigures:
         return made
 
     def _sums_of_state(
-        self,
-        entry: TensorEntry,
-        parameter: Tensor,
-        optimizer: Optimizer,
-        group: Mapping[str, Any],
-        total: ShardSums,
+        self, entry: TensorEntry, parameter: Tensor, optimizer: Optimizer, group: Mapping[str, Any], total: ShardSums
     ) -> dict[str, Sums]:
         """The sums of the state of one parameter, and what they are of, if they are asked for."""
         if "state" not in self._also:
@@ -179,11 +174,7 @@ class StepFigures:
         return {"state": sums}
 
     def _figures(
-        self,
-        entry: TensorEntry,
-        sums: Mapping[str, Sums],
-        prediction: Equilibrium,
-        rate: float | None,
+        self, entry: TensorEntry, sums: Mapping[str, Sums], prediction: Equilibrium, rate: float | None
     ) -> Figures:
         step = StepRotation.of(sums["step"]())
         norm = float(step.norm)

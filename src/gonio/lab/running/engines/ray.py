@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, cast
 
-from gonio.errors import InvalidArgumentError, NotApplicableError, import_extra
+from gonio.errors import InvalidArgumentError, NotApplicableError, first_line, import_extra
 from gonio.lab.running.engines.local import Future, NodeLost
 
 _ANSWER = 20.0  # seconds for a cluster to accept a connection
@@ -135,13 +135,13 @@ class _Task:
         try:
             return json.loads(self._ray.get(self.reference))
         except (errors.NodeDiedError, errors.LocalRayletDiedError) as error:
-            raise NodeLost(f"its node was lost ({_first_line(error)})") from error
+            raise NodeLost(f"its node was lost ({first_line(error)})") from error
         except errors.OutOfMemoryError as error:
-            raise ChildProcessError(f"the node ran out of memory and ended the run ({_first_line(error)})") from error
+            raise ChildProcessError(f"the node ran out of memory and ended the run ({first_line(error)})") from error
         except errors.RayError as error:
             if isinstance(error, errors.WorkerCrashedError) and self._node_lost():
                 raise NodeLost("its worker ended with a node") from error
-            said = f"{type(error).__name__}: {_first_line(error)}"
+            said = f"{first_line(error, kind=True)}"
             raise ChildProcessError(f"the process of this run died ({said})") from error
 
     def stop(self) -> None:
@@ -162,10 +162,6 @@ def _call(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...])
     if os.path.isdir(folder):
         os.chdir(folder)  # so that relative names of user files mean the same as in the driver
     return json.dumps(function(*arguments), allow_nan=False)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def _library() -> ModuleType:

@@ -85,15 +85,15 @@ def signal_gain(run: FinishedRun) -> float:
     """Decades by which the RMS of the signal grows from the first to the last layer in front of the classifier."""
     sizes: list[float] = []
     modules = [module for module, _ in weights_of(run.model)]
-    handles = [m.register_forward_pre_hook(lambda _, given: sizes.append(_rms(given[0]))) for m in modules[1:]]
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        sizes.append(float(given[0].double().square().mean().sqrt()))
+
+    handles = [module.register_forward_pre_hook(keep) for module in modules[1:]]
     run.task.outputs(run.model.eval(), run.task.test.inputs[:PROBES])
     for handle in handles:
         handle.remove()
     return math.log10(max(sizes[-1], 1e-300) / max(sizes[0], 1e-300))
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.double().square().mean().sqrt())
 
 
 @measure("%")

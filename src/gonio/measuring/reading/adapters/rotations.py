@@ -32,7 +32,9 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     if packed is None:
         return [group.refused("oft", "it has no oft_R")] if any(name.startswith("oft_") for name in group.parts) else []
     reason = config.refusal or ("" if len(config) else "how its rotation is computed is not known: no configuration")
-    if len(packed.shape) != 2 or not _is_triangular(packed.shape[1]) or len(group.parts) > 1:
+    count = packed.shape[1] if len(packed.shape) == 2 else 0
+    root = isqrt(1 + 8 * count)  # whole where so many entries fill the upper triangle of a matrix
+    if count < 1 or root * root != 1 + 8 * count or len(group.parts) > 1:
         reason = f"its parts are no triangles of rotations: {', '.join(group.parts)} {packed.shape}"
     terms: Any = config.get("num_cayley_neumann_terms", TERMS) if config.get("use_cayley_neumann", True) else 0
     if isinstance(terms, bool) or not isinstance(terms, int) or not 0 <= terms <= MOST_TERMS:
@@ -43,12 +45,6 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     limit, turned = (radius if config.get("coft") else None), bool(config.get("fan_in_fan_out"))
     change = None if reason else partial(_turned, packed, terms, limit, turned)
     return [group.adapter("oft", change, reason=reason)]
-
-
-def _is_triangular(count: int) -> bool:
-    """Whether so many entries fill the upper triangle of a matrix."""
-    root = isqrt(1 + 8 * count)
-    return count > 0 and root * root == 1 + 8 * count
 
 
 def _blocks(packed: Tensor, terms: int, radius: float | None) -> Tensor:

@@ -12,7 +12,7 @@ from gonio.errors import GonioError
 from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
 from gonio.measuring.reading.formats.bitsandbytes import halves
 from gonio.measuring.reading.formats.grouped import unpacked
-from gonio.measuring.reading.formats.microscaled import fp4_values
+from gonio.measuring.reading.formats.scaled import fp4_values
 
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 
