@@ -26,8 +26,8 @@ release = version = installed_version("gonio")
 exclude_patterns = ["examples/*.ipynb"]  # for Colab; offered as a file
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme, html_title, html_math_renderer = "furo", f"gonio {release}", "mathml"
-html_extra_path, html_static_path = ["llms.txt", "schemas"], ["_static"]
-html_css_files, html_js_files = ["site.css"], ["tables.js", "versions.js"]
+html_extra_path, html_static_path, templates_path = ["llms.txt", "schemas"], ["_static"], ["_templates"]
+html_css_files, html_js_files = ["site.css"], ["tables.js", "versions.js", "scrolling.js"]
 
 myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
@@ -52,7 +52,8 @@ def _index(packages: dict[str, Any]) -> str:
             members = [(item, member) for item, member in members if item not in gonio.__all__]
         rows = [f"| {{py:obj}}`{item} <{name}.{item}>` | {_first_line(member)} |" for item, member in members
                 if not ismodule(member) and item != "__version__"]  # fmt: skip
-        lines += [f"## [{name}]({name}.md)", "", _first_line(package), "", "| name | |", "|---|---|", *rows, ""]
+        lines += [f"## [{name}]({name}.md)", "", _first_line(package), ""]
+        lines += ["| name | what it is |", "|---|---|", *rows, ""]
     return "\n".join([*lines, "```{toctree}", ":hidden:", "", *packages, "```", ""])
 
 
@@ -117,6 +118,38 @@ def display_math(self: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+# What axe-core finds in the pages of the theme, and in tables whose first column has no title.
+UNNAMED = (
+    (r'role="heading"(?! aria-level)', 'role="heading" aria-level="2"'),
+    (r'<aside class="sidebar-drawer', '<aside aria-label="{pages}" class="sidebar-drawer'),
+    (r'<aside class="toc-drawer', '<aside aria-label="{headings}" class="toc-drawer'),
+    (r'<div class="content-icon-container"', '<div role="region" aria-label="{tools}" class="content-icon-container"'),
+    (r'<th class="head"><p>\s*</p></th>|<th class="head">\s*</th>', "<td></td>"),
+    (r'(<div id="search-results">)', r"<h1>Search</h1>\1"),
+)
+# The parameters of a long signature: a list of definitions without a word that is defined.
+PARAMETERS = re.compile(r'<dl>\s*((?:<dd><em class="sig-param">.*?</dd>\s*)+)</dl>', re.DOTALL)
+LABELS = {
+    "en": {"pages": "All pages", "headings": "Headings of this page", "tools": "Source and colours"},
+    "zh": {"pages": "所有页面", "headings": "本页标题", "tools": "源文件与颜色"},
+}
+
+
+def accessible(html: str, language: str) -> str:
+    """A page of the theme with the names and levels that screen readers need."""
+    for found, named in UNNAMED:
+        html = re.sub(found, named.format_map(LABELS[language]), html)
+    return PARAMETERS.sub(lambda m: m[1].replace("<dd>", '<div class="parameter">').replace("</dd>", "</div>"), html)
+
+
+def name_parts(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Give the template `accessible`, and a Chinese page its language."""
+    chinese = pagename.startswith("zh/")
+    context["accessible"] = lambda html: accessible(html, "zh" if chinese else "en")
+    if chinese:
+        context["language"] = "zh-CN"
+
+
 class SearchWords(SearchEnglish):
     """English words; of Chinese, which has no spaces between words, every two neighbouring characters."""
 
@@ -160,10 +193,11 @@ SITES = versions(release, Path(os.environ["VERSIONS"]).read_text("utf-8") if os.
 
 
 def setup(app: Sphinx) -> None:
-    """Search in two languages; MathML instead of MathJax: current browsers show it offline, without a script."""
+    """Search in two languages, pages for screen readers; MathML, which browsers show offline and without a script."""
     app.add_js_file(None, body=f"window.gonioVersions = {json.dumps(SITES)};")
     app.connect("build-finished", write_versions)
     app.add_search_language(SearchWords)  # of the whole site, whose language is English
     app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
     app.connect("builder-inited", write_reference)
+    app.connect("html-page-context", name_parts)
     app.connect("autodoc-process-docstring", sections_on_one_line, priority=400)  # before napoleon

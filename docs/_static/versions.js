@@ -13,7 +13,7 @@ document.addEventListener("DOMContentLoaded", async () => {
   const named = Array.isArray(versions) ? versions.filter((one) => typeof one?.version === "string" && typeof one.url === "string") : [];
   const safe = named.filter((one) => ["http:", "https:", "file:"].includes(new URL(one.url, root).protocol));
   if (!place || safe.length < 2) return;
-  const chinese = document.documentElement.lang.startsWith("zh") || location.pathname.includes("/zh/");
+  const chinese = document.documentElement.lang.startsWith("zh");
   const select = document.createElement("select");
   select.className = "versions";
   select.setAttribute("aria-label", chinese ? "版本" : "Version");

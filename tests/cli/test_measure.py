@@ -61,7 +61,7 @@ def test_json_and_html(folder: Path) -> None:
     result = invoke("measure", "digits-cnn", "--html", "page.html", "--json", "out.json")
     assert result.stdout == ""
     written = "page written to page.html\nJSON written to out.json\n"
-    assert result.stderr.partition("\n")[2] == f"{written}findings: none\n"
+    assert result.stderr.partition("\n")[2] == f"{written}No findings in 5 layers.\n"
     assert Path("page.html").read_text().startswith("<!")
     assert "random weights (seed 0), not trained ones" in Path("page.html").read_text()
     assert "random weights" not in invoke("measure", "fine.pt", "--json", "-").stdout
@@ -168,7 +168,7 @@ def test_findings_on_changes_of_one_model_and_of_several_count(folder: Path, oth
         assert result.exit_code == (1 if level in levels.split() else 0), (level, result.stderr)
     result = invoke(*words, "--json", "-", "--fail-on", "info")
     assert json.loads(result.stdout)
-    assert ("findings: none" in result.stderr) == (not levels)
+    assert ("No findings in " in result.stderr) == (not levels)
     assert ("at or above info" in result.stderr) == bool(levels)
 
 
@@ -238,7 +238,7 @@ def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
 def test_findings_are_seen_beside_a_file_too(folder: Path) -> None:
     result = invoke("measure", "broken.pt", "--json", "-")
     assert json.loads(result.stdout)["findings"]
-    assert result.stderr.startswith("findings: 1 error\nerror G001  weight: 1 of 12 values is NaN")
+    assert result.stderr.startswith("1 error in 1 of 1 layer.\nerror G001  weight: 1 of 12 values is NaN")
     torch.save({f"{i}.weight": torch.full((2, 2), torch.nan) for i in range(30)}, "many.pt")
     said = invoke("measure", "many.pt", "--html", "page.html").stderr
     assert (said.count("error G001"), said.endswith("… and 20 more\n")) == (10, True)

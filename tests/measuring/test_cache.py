@@ -24,7 +24,7 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.reading.source import CheckpointPart
 
 measuring = sys.modules["gonio.measuring.measure"]  # the package has the function of this name
-SAID = "the figures are from the cache, measured on "
+SAID = "The figures are from the cache, measured on "
 
 
 @pytest.fixture

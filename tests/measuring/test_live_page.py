@@ -14,7 +14,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.measuring.showing import training
 from gonio.measuring.showing.training import SECONDS, LivePage
 
-REFRESH = f'<meta http-equiv="refresh" content="{SECONDS}">'
+REFRESH = f'data-reload="{SECONDS}"'
 
 
 class Clock:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import gonio
+from gonio.measuring.showing.page import agreement_lanes
 from gonio.pages import pictures, standalone
 from gonio.pages.charts import Lane, depth_lane, marks
 from gonio.pages.picture import Area, Axis, Dots, Line, Picture, bare, fitted, spark, stairs, svg, ticks
@@ -244,6 +246,12 @@ def test_a_lane_of_every_layer_draws_the_small_beside_the_huge() -> None:
     assert "stroke:var(--c2)" in whole.svg
     heights = [float(top) for top in re.findall(r"M[\d.]+ ([\d.]+)", re.findall(r'd="([^"]*)"', str(whole.svg))[0])]
     assert len(set(heights)) > 2
+
+
+def test_several_changes_have_a_mark_where_they_are_all_alike() -> None:
+    rows = [SimpleNamespace(relative=(0.1, 0.1, None), cosine_mean=0.5), SimpleNamespace(relative=(), cosine_mean=None)]
+    change = agreement_lanes(rows)[0]
+    assert (change.middles, change.ranges) == ([0.1, None], [(0.1, 0.1), None])
 
 
 def test_a_lane_says_where_its_axis_is_cut() -> None:

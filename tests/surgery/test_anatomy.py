@@ -563,3 +563,17 @@ def test_a_group_norm_of_channels_last() -> None:
     """In a process of its own, which torch ends if the derivative of the gain is computed without that of the input."""
     done = subprocess.run([sys.executable, "-c", _CHANNELS_LAST], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "('2.weight',)"), done.stderr
+
+
+def test_what_is_not_known_is_said_in_chinese() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    one = torch.ones(1, 1, 8)
+    found = gonio.surgery.anatomy(model, example=(one, one, one))
+    why = "its softmax is over one key: pass an example of more tokens"
+    assert list(found.unknown.values()) == [why]
+    assert f"  the model        unknown: {why}\n" in str(found)
+    with gonio.language("zh"):
+        head, unknown, _ = str(found).splitlines()
+        assert head == "0 个注意力块、0 个 MLP"
+        assert unknown == "  整个模型         未知：其 softmax 只有一个 key：请给出含更多 token 的示例"
+        assert "2 个头，各 4 行" in str(gonio.surgery.anatomy(model, example=(torch.ones(1, 3, 8),) * 3))

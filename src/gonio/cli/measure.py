@@ -15,7 +15,7 @@ from gonio.cli import options
 from gonio.cli.app import ExitCode, check_folders, made_now, print_err, save_formats, show
 from gonio.cli.progressing import progress
 from gonio.errors import InvalidArgumentError
-from gonio.messages import fixed, joined, local, say
+from gonio.messages import Message, fixed, local, say
 
 if TYPE_CHECKING:
     from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Suppression, Widths
@@ -108,7 +108,7 @@ def _one(
     if suppressing is not None:
         found = suppressing.applied(found, None if isinstance(source, (str, os.PathLike)) else source)
     if _write(found, targets):
-        _summarise(found.findings)
+        _summarise(found.verdict, found.findings)
     fail_at(found.findings, fail_on)
 
 
@@ -136,7 +136,7 @@ def _changes(
         found: Differences | Changes = measuring.measure(*sources, **how, progress=update)
     findings = found.all_findings if isinstance(found, measuring.Changes) else found.findings
     if _write(found, targets):
-        _summarise(findings)
+        _summarise(found.verdict, findings)
     fail_at(findings, fail_on)
 
 
@@ -187,11 +187,9 @@ def _write_outline(outline: Outline, json: str | None) -> None:
         show(outline)
 
 
-def _summarise(found: Sequence[Finding]) -> None:
-    """The findings in short, to stderr."""
-    counts = [(_count(found, [level]), level) for level in reversed(_LEVELS)]
-    listed = joined([say("{n} {level}", n=n, level=fixed(level)) for n, level in counts if n])
-    print_err(say("findings: {counts}", counts=listed or say("none")))
+def _summarise(verdict: Message, found: Sequence[Finding]) -> None:
+    """The verdict and the first findings, to stderr."""
+    print_err(verdict)
     for finding in found[:_SHOWN]:
         path = finding.path or local("the model")
         print_err(f"{local(finding.level):5} {finding.code}  {path}: {local(finding.found)}")

@@ -135,6 +135,8 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
                 too_few=_too_few(claim, len(plan.seeds)),
             )
         )
+    if all(claim.budget == "none" for claim in claims):
+        return
     print_out(say("in all about {minutes:.0f} min with {at_once} runs at a time", minutes=total / 60, at_once=at_once))
 
 
@@ -154,18 +156,29 @@ def _run(
     """Run the studies, show the verdicts and write the page."""
     from gonio.lab import watcher_for
     from gonio.lab.claims import claims_in, try_claims
-    from gonio.lab.showing.claims import claims_json, claims_text, write_claims_html
+    from gonio.lab.showing.claims import claim_line, claims_json, claims_text, write_claims_html
 
     if not claims:
         raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")
+    watcher = watcher_for(sys.stderr)
     with users_code(chosen.task, chosen.model):
-        found = try_claims(claims, output, options=chosen, jobs=jobs, watcher=watcher_for(sys.stderr), command=command)
+        found = try_claims(
+            claims, output, options=chosen, jobs=jobs, watcher=watcher, command=command,
+            each=lambda one: watcher.said(claim_line(one)),
+        )  # fmt: skip
     show(claims_text(found))
     # claims of earlier calls stay on the page: no verdict depends on which were tried together
     every = claims_in(output) or found
     print_out(say("\npage: {page}", page=write_claims_html(replace(every, command=command), output / "claims.html")))
     if json is not None:
         save(claims_json(found), json, "JSON")
+    if chosen.model is None:
+        print_err(
+            say(
+                "on a model of your own: gonio check FILE, gonio measure FILE --html page.html, "
+                "and gonio reproduce CLAIM --model FILE.py:FUNCTION"
+            )
+        )
     _check_complete(found)
 
 

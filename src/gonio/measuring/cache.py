@@ -82,7 +82,7 @@ class Cache(Generic[Row]):
     @property
     def notes(self) -> tuple[Message, ...]:
         """That the figures are not new, and of when they are; nothing if they are new."""
-        return (say("the figures are from the cache, measured on {date}", date=self.made),) if self.made else ()
+        return (say("The figures are from the cache, measured on {date}.", date=self.made),) if self.made else ()
 
     def __enter__(self) -> Cache[Row]:
         return self

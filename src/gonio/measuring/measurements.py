@@ -114,7 +114,7 @@ class Measurements(Table[TensorMeasurement]):
     @property
     def coverage(self) -> Message:
         """How many tensors were measured, and why the others were not."""
-        said = [say("Measured: {n} of {tensors}.", n=len(self.layers), tensors=counted(len(self.tensors), "tensor"))]
+        said = [say("Measured: {n:,} of {tensors}.", n=len(self.layers), tensors=counted(len(self.tensors), "tensor"))]
         without = Counter(tensor.reason for tensor in self.tensors if tensor.status == "no filters")
         if without:
             kinds = joined([_plural(reason, n) for reason, n in without.most_common(4)])

@@ -22,7 +22,7 @@ _LOG = 30.0  # ratio of the largest to the smallest value from which a lane is l
 _DECADES = 1e4  # of a logarithmic lane, at most; smaller values lie on its lower edge
 _WIDEST = 1e12  # the same of a lane that shows every layer
 LEVELS = {"": ("quiet", 0.4), "info": ("c1", 0.6), "warn": ("c5", 0.8), "error": ("c2", 1.0)}  # colour, height of mark
-_STAGES = 12  # names of parts of the model below a chart, at most
+_STAGES, _BLOCKS = 12, 64  # names, and names and numbers, of parts of the model below a chart, at most
 
 Range = tuple[float, float]
 
@@ -178,14 +178,40 @@ def _axis(known: Sequence[float], lane: Lane) -> Axis:
 def stages(paths: Sequence[str]) -> list[tuple[str, int]]:
     """The parts of a model below a chart: the first words of the layers' names, with their number of layers in a row.
 
+    Where parts are numbered, those are the parts: the first of them has its name, the others their number.
+
     Example:
         >>> from gonio.pages.charts import stages
-        >>> stages(["conv1", *(f"layer{i // 8}.{i % 8}.conv1" for i in range(16)), "fc"])
-        [('conv1', 1), ('layer0', 8), ('layer1', 8), ('fc', 1)]
+        >>> stages(["embed", *(f"model.layers.{i // 2}.{i % 2}.proj" for i in range(6)), "head"])
+        [('embed', 1), ('layers.0', 2), ('1', 2), ('2', 2), ('head', 1)]
+        >>> stages(["conv1", "conv2", "fc"])
+        [('conv1', 1), ('conv2', 1), ('fc', 1)]
     """
+    for words in (1, 2, 3, 4, 5):
+        parts = _parts(paths, words)
+        names = _numbered([part for part, _ in parts])
+        numbers = sum(name.isdecimal() for name in names)
+        if 1 < len(parts) <= _BLOCKS and numbers > 0 and len(parts) - numbers <= _STAGES:
+            return [(name, layers) for name, (_, layers) in zip(names, parts, strict=True)]
     for words in (3, 2, 1):
-        parts = (".".join(path.split(".")[:words]) for path in paths)
-        made = [(part, len(list(members))) for part, members in groupby(parts)]
-        if 1 < len(made) <= _STAGES:
-            return made
+        parts = _parts(paths, words)
+        if 1 < len(parts) <= _STAGES:
+            return parts
     return []
+
+
+def _parts(paths: Sequence[str], words: int) -> list[tuple[str, int]]:
+    """The first words of the names, with the number of layers in a row that share them."""
+    starts = (".".join(path.split(".")[:words]) for path in paths)
+    return [(start, len(list(members))) for start, members in groupby(starts)]
+
+
+def _numbered(parts: Sequence[str]) -> list[str]:
+    """Short names: of numbered parts in a row the last two words for the first, and the number for the others."""
+    names, before = [], None
+    for part in parts:
+        stem, _, last = part.rpartition(".")
+        number = last.isdecimal()
+        names.append(part if not number else last if stem == before else ".".join(part.split(".")[-2:]))
+        before = stem if number else None
+    return names

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gonio.editing.where import unwrapped
 from gonio.errors import first_line
+from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Logits, Mlp
 from gonio.surgery.equivalent import generated_example
@@ -74,7 +75,7 @@ def anatomy(model: nn.Module | str | os.PathLike[str], *, example: Any = None) -
         return plan.whole(_found_in(plan.model, example))
     except Exception as error:  # the model of a configuration can raise anything
         said = first_line(error, kind=True)
-        return replace(_NOTHING, unknown={"": f"the model of its configuration was not run ({said})"})
+        return replace(_NOTHING, unknown={"": say("the model of its configuration was not run ({error})", error=said)})
 
 
 _NOTHING = Anatomy((), (), (), (), (), (), (), {})
@@ -129,13 +130,13 @@ def _direct(outputs: Any) -> list[Tensor]:
 def _block_of(model: nn.Module, run: Recording, product: Product) -> Attention | str:
     """A block, or why it is not known."""
     if product.value is None or product.out is None:
-        return "the softmax multiplies no values"
+        return say("the softmax multiplies no values")
     if product.mixed or product.passed & LAYERS:
-        return "a layer with a weight of its own computes its logits or shares from those of all heads"
+        return say("a layer with a weight of its own computes its logits or shares from those of all heads")
     try:
         return _Block(model, run, product, product.value, product.out).taken_apart()
     except RuntimeError as error:  # a function of the model's own
-        return f"derivatives cannot be computed: {first_line(error, 80)}"
+        return say("derivatives cannot be computed: {error}", error=first_line(error, 80))
 
 
 def _one(run: Recording, x: Tensor) -> Call | None:
@@ -200,7 +201,7 @@ class _Block:
     def taken_apart(self) -> Attention | str:
         """The block, or why it is not known."""
         if self.key.shape[-2] < 2:
-            return "its softmax is over one key: pass an example of more tokens"
+            return say("its softmax is over one key: pass an example of more tokens")
         self._spread()
         dims = [d for d in range(self.query.ndim - 2) if self.query.shape[d] > 1 and self._counts_heads(d)]
         indices = list(itertools.product(*(range(self.query.shape[d]) for d in dims)))
@@ -212,13 +213,13 @@ class _Block:
             place = dict(zip(dims, index, strict=True))
             query, key, value = (self._at(t, place) for t in (self.query, self.key, self.value))
             if not (query and key and value):
-                return "a query, key or value is computed by no layer with a weight"
+                return say("a query, key or value is computed by no layer with a weight")
             order.append(heads.setdefault(frozenset(query.items()), len(heads)))
             if order[-1] == len(keys):
                 keys.append(key)
                 values.append(value)
             elif keys[order[-1]] != key or values[order[-1]] != value:
-                return "the rows of its heads cannot be told apart"
+                return say("the rows of its heads cannot be told apart")
         return self._of_heads([dict(each) for each in heads], keys, values, (dims, order))
 
     def _spread(self) -> None:
@@ -257,14 +258,14 @@ class _Block:
         own_keys, groups = _distinct(keys)
         own_values, of_values = _distinct(values)
         if groups != of_values:
-            return "its heads share keys and values differently"
+            return say("its heads share keys and values differently")
         everything = [*queries, *own_keys, *own_values, *([shared] if any(shared.values()) else [])]
         if not all(_apart(a, b) for a, b in itertools.combinations(everything, 2)):
-            return "the rows of its heads, or of its queries, keys and values, are not different ones"
+            return say("the rows of its heads, or of its queries, keys and values, are not different ones")
         later = self.run.calls[self.product.calls :]
         reader = next((call for call in later if call.pointwise and _reached([call.x], [self.out])), None)
         if reader is None:
-            return "no layer reads its result"
+            return say("no layer reads its result")
         output = self._columns(reader, queries, own_values, groups)
         if isinstance(output, str):
             return output
@@ -353,14 +354,16 @@ class _Block:
             mine = frozenset[int]().union(*(of_queries[h] for h, g in enumerate(groups) if g == group))
             # a softmax that is saturated in the run has no derivative by its queries
             if not columns or not (mine == columns if shared else mine <= columns):
-                return "its heads are mixed: changes of a head's queries and of its values act on different columns"
+                return say(
+                    "its heads are mixed: changes of a head's queries and of its values act on different columns"
+                )
         if not shared:
             of_queries = [of_values[group] for group in groups]
         rows = [sum(len(channels) for channels in each.values()) for each in values]
         if any(len(columns) != rows[group] for columns, group in zip(of_queries, groups, strict=True)):
-            return "a head has not as many columns as values, or some of them are 0 in the run"
+            return say("a head has not as many columns as values, or some of them are 0 in the run")
         if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
-            return "its heads are mixed before the next layer"
+            return say("its heads are mixed before the next layer")
         return tuple(Part.of(reader.tensor, sorted(columns), reader.in_dim) for columns in of_queries)
 
     def _moved(self, reader: Call, heads: list[_Sources]) -> list[frozenset[int]]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from gonio.escaping import aligned
+from gonio.messages import counted, fixed, joined, local, say
 from gonio.surgery.recording import Part
 
 
@@ -102,10 +104,13 @@ class Attention:
         return sum(part.count for part in self.query[0])
 
     def __str__(self) -> str:
-        heads = f"{self.heads} head{'s' * (self.heads != 1)} of {self.head_size}"
-        shared = f" on {self.kv_heads} of keys and values" if self.kv_heads != self.heads else ""
-        more = [f"rotary ({self.rotary})"] * bool(self.rotary) + ["normed queries or keys"] * self.normed
-        return ", ".join([heads + shared, *more])
+        told = {"heads": counted(self.heads, "head"), "size": self.head_size, "kv": self.kv_heads}
+        if self.kv_heads != self.heads:
+            heads = say("{heads} of {size} on {kv} of keys and values", **told)
+        else:
+            heads = say("{heads} of {size}", **told)
+        more = [say("rotary ({kind})", kind=fixed(self.rotary))] if self.rotary else []
+        return local(joined([heads, *more, *([say("normed queries or keys")] if self.normed else [])]))
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,10 @@ class Mlp:
     degree: int = 0
 
     def __str__(self) -> str:
-        many = f"{self.experts} experts of " if self.experts else ""
-        return f"{many}{self.up.count} units{', gated' * (self.gate is not None)}"
+        units = say("{n} units", n=self.up.count)
+        if self.experts:
+            units = say("{n} experts of {units}", n=self.experts, units=units)
+        return local(joined([units, *([say("gated")] if self.gate is not None else [])]))
 
 
 @dataclass(frozen=True)
@@ -232,15 +239,15 @@ class Anatomy:
         return {part for role in roles for parts in role for part in parts if part.tensor == tensor}
 
     def __str__(self) -> str:
-        rows = [(block.path or "the model", f"attention: {block}") for block in self.attention]
-        rows += [(mlp.path or "the model", f"MLP: {mlp}") for mlp in self.mlps]
-        rows += [(path or "the model", f"unknown: {why}") for path, why in self.unknown.items()]
-        rows += [(name, role) for role, names in (("embedding", self.embeddings), ("head", self.heads),
-                 ("router", self.routers)) for name in names]  # fmt: skip
-        width = max((len(path) for path, _ in rows), default=0)
-        head = f"{len(self.attention)} attention block{'s' * (len(self.attention) != 1)}, {len(self.mlps)} MLP"
-        lines = [head + "s" * (len(self.mlps) != 1), *(f"  {path:<{width}}  {what}" for path, what in rows)]
-        return "\n".join([*lines, *(f"  tied: {', '.join(names)}" for names in self.ties)])
+        rows = [(block.path, say("attention: {block}", block=str(block))) for block in self.attention]
+        rows += [(mlp.path, say("MLP: {layers}", layers=str(mlp))) for mlp in self.mlps]
+        rows += [(path, say("unknown: {reason}", reason=fixed(why))) for path, why in self.unknown.items()]
+        rows += [(name, role) for role, names in ((say("embedding"), self.embeddings), (say("head"), self.heads),
+                 (say("router"), self.routers)) for name in names]  # fmt: skip
+        head = joined([counted(len(self.attention), "attention block"), counted(len(self.mlps), "MLP")])
+        lines = aligned([(path or local("the model"), local(what)) for path, what in rows])
+        ties = [local(say("tied: {names}", names=", ".join(names))) for names in self.ties]
+        return "\n".join([local(head), *(f"  {line}" for line in (*lines, *ties))])
 
 
 def _flat(parts: Any) -> Iterator[Part]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gonio.editing.twin import set_tensors_
 from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
+from gonio.messages import Message, said_by, say
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy
 from gonio.surgery.configured import CONFIG, Configured, configured, load_library, read_config
@@ -149,16 +150,18 @@ def planned(path: Path) -> Planned | str:
         found, _ = configured(load_library("transformers", str(path)), str(path), place, asked="anatomy()")
         return _built(found, data)
     except MissingExtraError:
-        return f"transformers is not installed, which would build the model{_stated(data)}"
+        return _stated(say("transformers is not installed, which would build the model"), data)
     except (NotApplicableError, UnknownNameError) as error:
-        return f"{error}{_stated(data)}"
+        return _stated(said_by(error), data)
 
 
-def _stated(data: Mapping[str, Any]) -> str:
-    """The numbers that a configuration states, in words."""
+def _stated(why: Message, data: Mapping[str, Any]) -> Message:
+    """Why a model was not built, with the numbers that its configuration states."""
     numbers = [f"{value} {what}" for what, keys in _NUMBERS.items()
                if (value := next((data[key] for key in keys if isinstance(data.get(key), int)), None))]  # fmt: skip
-    return f"; its configuration states {', '.join(numbers)}" if numbers else ""
+    if not numbers:
+        return why
+    return say("{reason}; its configuration states {numbers}", reason=why, numbers=", ".join(numbers))
 
 
 def _built(found: Configured, data: Mapping[str, Any]) -> Planned | str:
@@ -174,10 +177,11 @@ def _built(found: Configured, data: Mapping[str, Any]) -> Planned | str:
             model = smaller
     size, most = 4 * _weights(model), memory()
     if most and size * _SHARE > most:
-        return f"one layer of each kind takes {size / 2**30:.1f} GiB, more than 1/{_SHARE} of this machine's memory"
+        told = {"gib": size / 2**30, "share": _SHARE}
+        return say("one layer of each kind takes {gib:.1f} GiB, more than 1/{share} of this machine's memory", **told)
     bare = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if bare:
-        return f"the buffer {bare[0]} has no values without a run of its own"
+        return say("the buffer {name} has no values without a run of its own", name=bare[0])
     _fill_(model)
     return Planned(model.eval(), tuple(each for each in lists if len(set(each.like)) < len(each.like)))
 

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
+from gonio.messages import say
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call, fitting
 from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tensors_of
@@ -351,7 +352,7 @@ class Recorder(Products):
         a = given.arguments
         odd = (a["bias_k"], a["static_k"], a["static_v"])
         if a["add_zero_attn"] or any(each is not None for each in odd) or a["query"].ndim == 2:
-            self.run.unknown[self.stack[-1]] = "torch's attention has further keys, or an input without a batch"
+            self.run.unknown[self.stack[-1]] = say("torch's attention has further keys, or an input without a batch")
             return result
         before, bias = len(self.run.calls), a["in_proj_bias"]
         separate = a["use_separate_proj_weight"]
@@ -363,7 +364,7 @@ class Recorder(Products):
         inputs = (a["query"], a["key"], a["value"])
         for n, (place, weight, shift, x) in enumerate(zip(places, weights, shifts, inputs, strict=True)):
             if place is None:
-                self.run.unknown[self.stack[-1]] = "a weight of torch's attention is computed from other tensors"
+                self.run.unknown[self.stack[-1]] = say("a weight of torch's attention is computed from other tensors")
                 return result
             ended = F.linear(x, weight, shift).detach().requires_grad_()
             plain = bias is None or bool(known)
@@ -378,7 +379,7 @@ class Recorder(Products):
         y = F.linear(x, a["out_proj_weight"], a["out_proj_bias"])
         if not _alike(y, result[0]):
             del self.run.calls[before:]
-            self.run.unknown[self.stack[-1]] = "torch's attention gives another result than its formula"
+            self.run.unknown[self.stack[-1]] = say("torch's attention gives another result than its formula")
             return result
         path = self.stack[-1]
         self.found(Product(path, query, key, value, out, logits, around=path), (), {})

@@ -12,7 +12,7 @@ import typer
 
 from cli.shell import invoke, shell
 from gonio.cli.reproduce import _check_complete, _too_few
-from gonio.lab.claims import ClaimResults, claim_names, families, load_claim, recorded
+from gonio.lab.claims import Claim, ClaimResults, claim_names, families, load_claim, recorded, try_claims
 from gonio.lab.claims.result import not_tried
 from gonio.lab.record import RunRecord
 
@@ -47,10 +47,33 @@ def test_a_claim_file_is_tried_resumed_and_exported(claim: str, tmp_path: Path) 
     assert "1 claim tried on this machine: identities: 1 holds" in first.stdout
     assert first.stdout == second.stdout
     assert (tmp_path / "out" / "claims.html").is_file()
+    line = next(line for line in first.stderr.splitlines() if line.startswith("  ✓ holds (identity): "))
+    assert line in " ".join(first.stdout.split("\n")), "the verdict comes when the claim has run, and again at the end"
+    assert first.stderr.endswith("and gonio reproduce CLAIM --model FILE.py:FUNCTION\n")
     data = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))
     assert len(data["claims"][0]["evidence"]["values"]) == 3
     exported = json.loads(invoke("report", str(tmp_path / "out" / "tiny"), "--json", "-").stdout)
     assert exported["claims"] == data["claims"]
+
+
+def test_identities_come_first_each_with_its_verdict(claim: str, tmp_path: Path) -> None:
+    start = tmp_path / "start.yaml"
+    start.write_text(CLAIM.replace("name: tiny", "name: later").replace("identity", "mechanism"), encoding="utf-8")
+    claims: list[Claim] = [load_claim(str(path)) for path in (start, claim)]
+    seen: list[str] = []
+    found = try_claims(claims, tmp_path / "out", jobs=2, each=lambda one: seen.append(one.claim.name))
+    assert seen == ["tiny", "later"]
+    assert [one.claim.name for one in found.results] == ["later", "tiny"], "results keep the order of the call"
+
+
+def test_verdicts_are_in_chinese(claim: str, tmp_path: Path) -> None:
+    words = ["reproduce", claim, "--jobs", "2", "-o", str(tmp_path / "out"), "--lang", "zh"]
+    shown = " ".join(invoke(*words).stdout.split())
+    assert "✓ 成立（恒等式）：" in shown
+    assert "95% 区间位于 ±0.01百分点之内（经 Holm 校正 p < 0.001）。" in shown
+    page = (tmp_path / "out" / "claims.html").read_text(encoding="utf-8")
+    assert "95% 区间位于 ±0.01百分点之内" in page
+    assert "The 95 % interval" not in page
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_written(claim: str, tmp_path: Path) -> None:
@@ -89,6 +112,8 @@ def test_a_dry_run_says_what_is_not_tried_and_what_cannot_be_decided(claim: str)
     found = invoke("reproduce", "bn-imagenet", claim, "--dry-run")
     assert found.exit_code == 0
     assert "bn-imagenet: not tried: " in found.stdout
+    assert "in all about" in found.stdout
+    assert "in all about" not in invoke("reproduce", "bn-imagenet", "--dry-run").stdout
     assert "can decide it" not in found.stdout, "an identity is not tested by its signs"
     member = load_claim("som-spread")
     size = len(families()["angles"])

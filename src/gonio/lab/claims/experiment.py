@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -160,13 +160,16 @@ def try_claims(
     jobs: int | None = None,
     watcher: Watcher | None = None,
     command: str = "gonio reproduce",
+    each: Callable[[ClaimResult], object] | None = None,
 ) -> ClaimResults:
     """Run the study of each claim, in the folder of its name in `folder`, and judge them together.
 
-    A study that was killed goes on where it stopped; one that is complete runs nothing.
+    Identities, which take seconds, are run first. A study that was killed goes on where it stopped; one that is
+    complete runs nothing.
 
     Args:
         jobs: runs at a time; None is one per core, or one per GPU.
+        each: called with the result of a claim as soon as it has run.
 
     Raises:
         InvalidArgumentError: there is no such device on this machine.
@@ -186,13 +189,19 @@ def try_claims(
     options, watcher = options or ClaimOptions(), watcher or Watcher()
     devices = Devices.named(options.device)
     plans = {claim.name: plan_claim(claim, options) for claim in claims if claim.budget != "none"}
-    for claim in claims:
+
+    def judge(claims: Sequence[Claim]) -> ClaimResults:
+        found, own = judge_claims(claims, folder, full=options.full, command=command), _own(options)
+        return replace(found, results=tuple(replace(one, own=own) if one.plan else one for one in found.results))
+
+    for claim in sorted(claims, key=lambda claim: claim.scope != "identity"):
         if claim.name in plans:
             watcher.stage(f"{claim.name}: {claim.claim}")
             _remember(claim, Path(folder) / claim.name, options)
             run(plans[claim.name], Path(folder) / claim.name, engine=Local(jobs, devices), watcher=watcher)
-    found = judge_claims(claims, folder, full=options.full, command=command)
-    return replace(found, results=tuple(replace(one, own=_own(options)) if one.plan else one for one in found.results))
+            if each is not None:
+                each(judge([claim]).results[0])
+    return judge(claims)
 
 
 def _own(options: ClaimOptions) -> dict[str, str]:

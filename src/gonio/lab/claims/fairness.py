@@ -19,6 +19,7 @@ from gonio.lab.claims.claim import CHOICE_SEEDS, FEWEST_DOSES, Arm, Claim, Exper
 from gonio.lab.judging.statistics import ALPHA, half_width, points, sign_flip_rows
 from gonio.lab.plan import Measure
 from gonio.lab.running.measures import MeasureSpec, spec_of
+from gonio.messages import say
 
 FEWEST_TRIALS = 8  # of the learning rate of each arm
 FIELD_EXAMPLES = 10_000
@@ -192,18 +193,23 @@ def _trains(seen: _Seen) -> str:
     if seen.spec.start:
         return ""
     if (fair.floor is None) == (fair.ceiling is None):
-        return "The claim states no score that its arms must reach (fair: floor, or ceiling where less is better)."
+        return say("The claim states no score that its arms must reach (fair: floor, or ceiling where less is better).")
     if not seen.reached:
-        return "The task scores of its arms were not recorded; run it again."
+        return say("The task scores of its arms were not recorded; run it again.")
     below = [(arm.name, mean) for arm in seen.arms if not _passes(seen, mean := seen.mean_reached(arm))]
     if not below or (fair.untrained and len(below) < len(seen.arms)):
         return ""
     name, mean = below[0]
     if name in seen.runs.failures:
-        return f"An arm failed: {name}: {seen.runs.failures[name]}"
+        return say("An arm failed: {name}: {error}", name=name, error=seen.runs.failures[name])
     bound = fair.floor if fair.floor is not None else fair.ceiling
-    found = "diverges" if mean is None else f"reaches {mean:.4g} {seen.runs.reached_unit or seen.runs.unit}".strip()
-    return f"An arm does not train: {name} {found}; the claim asks for {bound:g}."
+    if mean is None:
+        return say("An arm does not train: {name} diverges; the claim asks for {bound:g}.", name=name, bound=bound)
+    score = f"{mean:.4g} {seen.runs.reached_unit or seen.runs.unit}".strip()
+    return say(
+        "An arm does not train: {name} reaches {score}; the claim asks for {bound:g}.",
+        name=name, score=score, bound=bound,
+    )  # fmt: skip
 
 
 def _passes(seen: _Seen, mean: float | None) -> bool:
@@ -217,13 +223,16 @@ def _equal_footing(seen: _Seen) -> str:
     if seen.spec.start or seen.spec.kind != "property" or fair.unequal or len(seen.arms) < 2:
         return ""
     if fair.margin is None:
-        return "The claim states no margin within which the scores of its arms must agree (fair: margin)."
+        return say("The claim states no margin within which the scores of its arms must agree (fair: margin).")
     means = {arm.name: mean for arm in seen.arms if (mean := seen.mean_reached(arm)) is not None}
     low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
     if means[high] - means[low] <= fair.margin:
         return ""
     gap = points(means[high] - means[low], seen.runs.reached_unit)
-    return f"The arms are not on an equal footing: {low} and {high} are {gap} apart, more than {fair.margin:g}."
+    return say(
+        "The arms are not on an equal footing: {low} and {high} are {gap} apart, more than {margin:g}.",
+        low=low, high=high, gap=gap, margin=fair.margin,
+    )  # fmt: skip
 
 
 def _doses(seen: _Seen) -> str:
@@ -232,13 +241,18 @@ def _doses(seen: _Seen) -> str:
     recipes = {arm.name: arm.built_recipe for arm in seen.arms if not arm.of}
     fixed = [name for name, recipe in recipes.items() if recipe.penalty or recipe.clip_qk]
     if fixed and setting.tune < FEWEST_TRIALS:
-        return f"One strength of {fixed[0]} says nothing about others; give it {FEWEST_DOSES} doses or more."
+        told = {"arm": fixed[0], "least": FEWEST_DOSES}
+        return say("One strength of {arm} says nothing about others; give it {least} doses or more.", **told)
     for arm in (arm for arm in seen.arms if arm.of):
         levels = sorted(other.level or 0.0 for other in setting.arms if other.of == arm.of)
         if len(levels) < FEWEST_DOSES:
-            return f"{arm.of} has {len(levels)} doses; give it {FEWEST_DOSES} or more."
+            told = {"arm": arm.of, "n": len(levels), "least": FEWEST_DOSES}
+            return say("{arm} has {n} doses; give it {least} or more.", **told)
         if setting.choose == "best" and arm.level == levels[-1]:
-            return f"The best dose of {arm.of} is the largest, {arm.level:g}; larger ones may be better still."
+            return say(
+                "The best dose of {arm} is the largest, {level:g}; larger ones may be better still.",
+                arm=arm.of, level=arm.level,
+            )  # fmt: skip
     return ""
 
 
@@ -247,12 +261,22 @@ def _tuned(seen: _Seen) -> str:
     if seen.spec.start or seen.spec.kind == "property" or seen.claim.fair.untuned:
         return ""
     if seen.setting.tune < FEWEST_TRIALS:
-        return f"The learning rate of each arm needs {FEWEST_TRIALS} trials or more (tune), or a reason (untuned)."
+        return say(
+            "The learning rate of each arm needs {least} trials or more (tune), or a reason (untuned).",
+            least=FEWEST_TRIALS,
+        )
     for arm in seen.arms:
         for name, place in seen.runs.searched.get(arm.name, {}).items():
             if abs(place) > _END:
-                end = "high" if place > 0 else "low"
-                return f"The best {name} of {arm.name} lies at the {end} end of its range; better ones may lie beyond."
+                told = {"name": name, "arm": arm.name}
+                if place > 0:
+                    return say(
+                        "The best {name} of {arm} lies at the high end of its range; better ones may lie beyond.",
+                        **told,
+                    )
+                return say(
+                    "The best {name} of {arm} lies at the low end of its range; better ones may lie beyond.", **told
+                )
     return ""
 
 
@@ -262,26 +286,30 @@ def _long_enough(seen: _Seen) -> str:
         return ""
     gains = _paired(seen.runs.scores, "longer", seen.setting.baseline.name)
     if not gains:
-        return "It was not run with a control that trains longer; run it again."
+        return say("It was not run with a control that trains longer; run it again.")
     change = statistics.fmean(gains)
     if abs(change) < seen.claim.sesoi:
         return ""
     moved, least = points(abs(change), seen.runs.unit), points(seen.claim.sesoi, seen.runs.unit)
-    return f"Training is too short: twice as long moves {seen.setting.baseline.name} by {moved}, not below {least}."
+    return say(
+        "Training is too short: twice as long moves {arm} by {moved}, not below {least}.",
+        arm=seen.setting.baseline.name, moved=moved, least=least,
+    )  # fmt: skip
 
 
 def _control(seen: _Seen) -> str:
     """The baseline was run again with other random numbers."""
     if _paired(seen.runs.scores, "again", seen.setting.baseline.name):
         return ""
-    return "It was not run with a control that draws other random numbers; run it again."
+    return say("It was not run with a control that draws other random numbers; run it again.")
 
 
 def _real(seen: _Seen) -> str:
     """A claim of field scope has that many training examples."""
     if seen.claim.scope != "field" or seen.runs.examples >= FIELD_EXAMPLES:
         return ""
-    return f"Field scope needs {FIELD_EXAMPLES:,} training examples; found {seen.runs.examples:,}."
+    told = {"least": FIELD_EXAMPLES, "n": seen.runs.examples}
+    return say("Field scope needs {least:,} training examples; found {n:,}.", **told)
 
 
 RULES: Mapping[str, Callable[[_Seen], str]] = {

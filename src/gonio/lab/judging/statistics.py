@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gonio.errors import import_extra
-from gonio.messages import counted, fixed
+from gonio.messages import Message, counted, fixed, joined, say
 
 Array = NDArray[np.float64]
 
@@ -211,7 +211,14 @@ VERDICTS = (
 )  # fmt: skip
 # A recipe is compared with the baseline by the sentence "the recipe is better"; its verdicts have these words.
 WORDS = {"reproduced": "helps", "contradicted": "hurts"}
-_PLURAL = ("degrees", "decades", "octaves", "nats", "bits")  # units of measures; 1 of them has no s
+_UNITS = {
+    "points": (say("point"), say("points")),
+    "degrees": (say("degree"), say("degrees")),
+    "decades": (say("decade"), say("decades")),
+    "octaves": (say("octave"), say("octaves")),
+    "nats": (say("nat"), say("nats")),
+    "bits": (say("bit"), say("bits")),
+}  # of measures: 1 of them, and several
 _FEWEST = 3  # pairs below which nothing is judged
 _MOST_SEEDS = 1000  # that an undecided verdict recommends
 
@@ -309,7 +316,10 @@ def _too_noisy(seen: Evidence) -> Evidence:
     if seen.verdict != "undecided" or seen.noise is None or not seen.sesoi or seen.noise <= seen.sesoi:
         return seen
     noise, sesoi = points(seen.noise, seen.unit), points(seen.sesoi, seen.unit)
-    why = f"With other random numbers alone the interval would be ±{noise}, wider than ±{sesoi}. {seen.reason}"
+    why = say(
+        "With other random numbers alone the interval would be ±{noise}, wider than ±{sesoi}. {reason}",
+        noise=noise, sesoi=sesoi, reason=seen.reason,
+    )  # fmt: skip
     return replace(seen, verdict="too noisy", reason=why)
 
 
@@ -339,7 +349,8 @@ def _judged(seen: Evidence, p: float, p_holm: float, size: int) -> Evidence:
     if seen.obstacle:
         verdict, reason = "not a fair test", seen.obstacle
     elif n < _FEWEST or mean is None or low is None or high is None:
-        verdict, reason = "undecided", f"There {'is' if n == 1 else 'are'} {counted(n, 'seed')} with all runs, too few."
+        told = {"are": "is" if n == 1 else "are", "seeds": counted(n, "seed")}
+        verdict, reason = "undecided", say("There {are} {seeds} with all runs, too few.", **told)
     elif seen.direction == "same":
         verdict, reason = _same(found, mean, low, high, size)
     else:
@@ -347,81 +358,103 @@ def _judged(seen: Evidence, p: float, p_holm: float, size: int) -> Evidence:
     return replace(found, verdict=verdict, reason=reason)
 
 
-def _directed(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, str]:
+def _directed(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, Message]:
     clear = (seen.p_holm or 0.0) < ALPHA and not low <= 0 <= high
     sesoi = points(seen.sesoi, seen.unit)
     if -seen.sesoi <= low and high <= seen.sesoi:
-        real = "; the effect is real, but smaller" if clear else ""
-        reason = f"The 95 % interval lies within ±{sesoi}, the smallest effect of interest{real}."
-        return "no useful effect", reason
+        if clear:
+            return "no useful effect", say(
+                "The 95 % interval lies within ±{sesoi}, the smallest effect of interest; "
+                "the effect is real, but smaller.",
+                sesoi=sesoi,
+            )
+        return "no useful effect", say(
+            "The 95 % interval lies within ±{sesoi}, the smallest effect of interest.", sesoi=sesoi
+        )
     if not clear:
         return "undecided", _undecided(seen, low, high, size)
-    same_sign = sum(mean * value > 0 for value in seen.values)
-    found = (
-        f"{'Larger' if mean > 0 else 'Smaller'} in {same_sign} of {seen.n} seeds, by {abs(mean):.3g} on average "
-        f"(95 % interval {_interval(low, high)}; {_p_text(seen)})"
-    )
+    told = {
+        "same": sum(mean * value > 0 for value in seen.values), "n": seen.n, "mean": f"{abs(mean):.3g}",
+        "interval": _interval(low, high), "p": _p_text(seen),
+    }  # fmt: skip
+    if mean > 0:
+        found = say("Larger in {same} of {n} seeds, by {mean} on average (95 % interval {interval}; {p})", **told)
+    else:
+        found = say("Smaller in {same} of {n} seeds, by {mean} on average (95 % interval {interval}; {p})", **told)
     if (mean > 0) != (seen.direction == "larger"):
-        return "contradicted", f"{found}."
+        return "contradicted", say("{found}.", found=found)
     if abs(mean) >= seen.sesoi:
-        return "reproduced", f"{found}."
-    return "undecided", f"{found}, but the mean is below {sesoi}.{_remedy(seen, size)}"
+        return "reproduced", say("{found}.", found=found)
+    small = say("{found}, but the mean is below {sesoi}.", found=found, sesoi=sesoi)
+    return "undecided", joined([small, *_remedy(seen, size)], " ")
 
 
-def _same(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, str]:
-    sesoi = f"±{points(seen.sesoi, seen.unit)}"
+def _same(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, Message]:
+    told = {"sesoi": points(seen.sesoi, seen.unit), "p": _p_text(seen)}
+    within = say("The 95 % interval lies within ±{sesoi} ({p}).", **told)
+    outside = say("The 95 % interval lies outside of ±{sesoi} ({p}).", **told)
     if (seen.p_holm or 0.0) < ALPHA:
-        if abs(mean) < seen.sesoi:
-            return "reproduced", f"The 95 % interval lies within {sesoi} ({_p_text(seen)})."
-        return "contradicted", f"The 95 % interval lies outside of {sesoi} ({_p_text(seen)})."
-    inside, outside = max(-low, high) <= seen.sesoi, low > seen.sesoi or high < -seen.sesoi
-    where = "within" if inside else "outside of" if outside else "partly outside of"
-    return "undecided", f"The 95 % interval lies {where} {sesoi} ({_p_text(seen)}).{_remedy(seen, size)}"
+        return ("reproduced", within) if abs(mean) < seen.sesoi else ("contradicted", outside)
+    where = say("The 95 % interval lies partly outside of ±{sesoi} ({p}).", **told)
+    if max(-low, high) <= seen.sesoi:
+        where = within
+    elif low > seen.sesoi or high < -seen.sesoi:
+        where = outside
+    return "undecided", joined([where, *_remedy(seen, size)], " ")
 
 
-def _undecided(seen: Evidence, low: float, high: float, size: int) -> str:
+def _undecided(seen: Evidence, low: float, high: float, size: int) -> Message:
     """Which effects the study could have seen."""
-    found = f"95 % interval {_interval(low, high)}, {_p_text(seen)}"
+    found = say("95 % interval {interval}, {p}", interval=_interval(low, high), p=_p_text(seen))
     if least_p(seen.n) * size >= ALPHA or seen.mde is None:
-        least = f"{min(1.0, least_p(seen.n) * size):.2g}"
-        family = f"{counted(seen.n, 'seed')} and {counted(size, 'comparison')}"
-        return f"With {family} the smallest p after Holm is {least}: use {enough(size)} seeds or more ({found})."
-    sesoi, mde = points(seen.sesoi, seen.unit), points(seen.mde, seen.unit)
+        return say(
+            "With {seeds} and {comparisons} the smallest p after Holm is {least}: "
+            "use {enough} seeds or more ({found}).",
+            seeds=counted(seen.n, "seed"), comparisons=counted(size, "comparison"),
+            least=f"{min(1.0, least_p(seen.n) * size):.2g}", enough=enough(size), found=found,
+        )  # fmt: skip
+    told = {"sesoi": points(seen.sesoi, seen.unit), "mde": points(seen.mde, seen.unit), "found": found}
     if not seen.sesoi:
-        return f"Effects from {mde} on would have been seen; no smallest effect of interest is named ({found})."
+        return say(
+            "Effects from {mde} on would have been seen; no smallest effect of interest is named ({found}).", **told
+        )
     if seen.mde <= seen.sesoi:
-        return f"An effect of {sesoi} would probably have been seen ({found}; detectable: {mde})."
-    seeds = _remedy(seen, size)
-    return f"Only effects from {mde} on would probably have been seen, not {sesoi} ({found}).{seeds}"
+        return say("An effect of {sesoi} would probably have been seen ({found}; detectable: {mde}).", **told)
+    only = say("Only effects from {mde} on would probably have been seen, not {sesoi} ({found}).", **told)
+    return joined([only, *_remedy(seen, size)], " ")
 
 
-def _remedy(seen: Evidence, size: int) -> str:
+def _remedy(seen: Evidence, size: int) -> list[Message]:
     """The number of seeds with which an effect of sesoi is found in 80 % of studies, by the t test."""
     if not seen.sesoi:
-        return ""
+        return []
     effect, alpha = seen.sesoi / max(statistics.stdev(seen.values), 1e-300), ALPHA / size
     seeds = np.array([*range(seen.n + 1, 33), *range(40, _MOST_SEEDS, 20)])
     found = seeds[(2.0 ** (1 - seeds) < alpha) & (_t_power(seeds, alpha)(effect) >= _POWER)]
-    return (
-        f" About {found[0]} seeds would decide." if len(found) else f" More than {_MOST_SEEDS} seeds would be needed."
-    )
+    if len(found):
+        return [say("About {n} seeds would decide.", n=int(found[0]))]
+    return [say("More than {n} seeds would be needed.", n=_MOST_SEEDS)]
 
 
-def _interval(low: float, high: float) -> str:
-    return f"{low:+.3g} to {high:+.3g}".replace("-", "−").replace("e−", "e-")
+def _interval(low: float, high: float) -> Message:
+    texts = [f"{value:+.3g}".replace("-", "−").replace("e−", "e-") for value in (low, high)]
+    return say("{low} to {high}", low=texts[0], high=texts[1])
 
 
-def _p_text(seen: Evidence) -> str:
+def _p_text(seen: Evidence) -> Message:
     p = seen.p_holm or 0.0
-    return f"p {f'= {p:.3f}' if p >= 0.001 else '< 0.001'} after Holm"
+    return say("p {p} after Holm", p=f"= {p:.3f}" if p >= 0.001 else "< 0.001")
 
 
-def points(value: float, unit: str) -> str:
+def points(value: float, unit: str) -> Message:
     """A difference with its unit; the difference of two percentages is in points."""
-    if unit == "%":
-        return f"{value:.3g} point" + ("" if value == 1 else "s")
-    one = f"{value:.3g}" == "1" and unit in _PLURAL
-    return f"{value:.3g} {unit.removesuffix('s') if one else unit}".strip()
+    return sized(f"{value:.3g}", "points" if unit == "%" else unit)
+
+
+def sized(size: str, unit: str) -> Message:
+    """A number with its unit, which is singular for 1 and has a name in other languages."""
+    one, several = _UNITS.get(unit, (fixed(unit), fixed(unit)))
+    return joined([fixed(size), *([one if size == "1" else several] if unit else [])], " ")
 
 
 def enough(comparisons: int) -> int:

@@ -415,6 +415,9 @@ class Watcher:
     def stage(self, text: str) -> None:
         """A message, e.g. that costs are measured now."""
 
+    def said(self, text: str) -> None:
+        """A result that stays on the screen."""
+
     def stop(self) -> None:
         """The end, also after an interruption."""
 
@@ -469,6 +472,9 @@ class Lines(Watcher):
     def stage(self, text: str) -> None:
         self._say(text)
 
+    def said(self, text: str) -> None:
+        self._say(text)
+
     def _say(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
@@ -512,6 +518,9 @@ class Bar(Watcher):
     def stage(self, text: str) -> None:
         room = max(20, self._progress.console.width - _BAR)
         self._progress.update(self._task, description=shorten(text, longest=room))
+
+    def said(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
 
     def stop(self) -> None:
         self._progress.stop()

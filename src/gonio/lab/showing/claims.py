@@ -18,11 +18,11 @@ from rich.text import Text
 from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, write_text
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data, recorded
 from gonio.lab.claims.claim import Claim
-from gonio.lab.judging.statistics import points
+from gonio.lab.judging.statistics import points, sized
 from gonio.lab.record import ANGLE_EDGES
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
-from gonio.messages import counted, fixed, joined, local, say, tag
+from gonio.messages import Message, counted, fixed, joined, local, say, tag
 from gonio.pages.picture import Picture, svg
 from gonio.pages.pictures import angles, colors, over_levels, pairs
 from gonio.pages.tables import TextTable, unit_of_difference
@@ -111,10 +111,18 @@ def claims_latex(found: ClaimResults) -> str:
     return "\n".join([*lines, f"% {tex_cell(found.headline)}"]) + "\n"
 
 
-def _sentence(one: ClaimResult) -> str:
+def _sentence(one: ClaimResult) -> Message:
     """Verdict and reason, as every output has them."""
-    own = "".join(f"; {name} of your own: {value}" for name, value in one.own.items())
-    return f"{one.verdict} ({one.claim.scope}{own}): {effect_text(one)}. {one.evidence.reason}".replace(": . ", ". ")
+    own = [say("{name} of your own: {value}", name=fixed(name), value=value) for name, value in one.own.items()]
+    told = {
+        "verdict": fixed(one.verdict),
+        "scope": joined([fixed(one.claim.scope), *own], "; "),
+        "reason": one.evidence.reason,
+    }
+    effect = effect_text(one)
+    if not effect:
+        return say("{verdict} ({scope}). {reason}", **told)
+    return say("{verdict} ({scope}): {effect}. {reason}", effect=effect, **told)
 
 
 _HEAD = (say("claim"), say("scope"), say("verdict"), say("effect"), say("Holm p"), say("seeds"), say("CPU time"))
@@ -142,6 +150,11 @@ def sentence_of(claim: Claim) -> str:
     return claim.claim if tag() == "en" else claim.claim_zh or claim.claim
 
 
+def claim_line(one: ClaimResult) -> str:
+    """The verdict of a claim with its reason, as one line of a terminal."""
+    return f"  {_MARKS[one.evidence.verdict][0]} {plain(local(_sentence(one)))}"
+
+
 def claims_text(found: ClaimResults) -> RenderableType:
     """The headline, and a line per claim with the reason of its verdict."""
     return Group(*_lines(found))
@@ -159,28 +172,29 @@ def _lines(found: ClaimResults) -> Iterator[RenderableType]:
     yield Text("")
     for one in found.results:
         yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(sentence_of(one.claim))}")
-        yield Text(f"  {_MARKS[one.evidence.verdict][0]} {plain(_sentence(one))}")
+        yield Text(claim_line(one))
 
 
 _ROUNDING = 1e-9
 
 
-def effect_text(found: ClaimResult) -> str:
+def effect_text(found: ClaimResult) -> Message:
     """The mean of the contrast with its unit and interval, e.g. `+2.5 points (+1.9 to +3.1)`; empty without one.
 
     What lies within rounding of 0 is shown as 0.
     """
     seen = found.evidence
     if seen.mean is None or seen.low is None or seen.high is None:
-        return ""
+        return fixed("")
     difference = math.isclose(
         sum(found.contrast.values()), 0.0, abs_tol=1e-9
     )  # of percentages; one arm's own number is a percentage
     unit = unit_of_difference(found.unit) if difference else found.unit
     if max(abs(seen.mean), abs(seen.low), abs(seen.high)) < _ROUNDING:
-        return f"{f'0 {unit}'.strip()} (within ±{_ROUNDING:g})".replace("e-09", "e-9")
-    text = f"{seen.mean:+.3g} {unit}".strip() + f" ({seen.low:+.3g} to {seen.high:+.3g})"
-    return text.replace("-", "−").replace("e−", "e-")
+        margin = f"{_ROUNDING:g}".replace("e-09", "e-9")
+        return say("{effect} (within ±{margin})", effect=sized("0", unit), margin=margin)
+    mean, low, high = (f"{v:+.3g}".replace("-", "−").replace("e−", "e-") for v in (seen.mean, seen.low, seen.high))
+    return say("{effect} ({low} to {high})", effect=sized(mean, unit), low=low, high=high)
 
 
 def contrast_text(contrast: Mapping[str, float]) -> str:

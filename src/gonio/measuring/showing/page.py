@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from gonio.measuring.figures.tensor import TensorMeasurement
@@ -220,12 +221,11 @@ def changed_lanes(tensors: Sequence[Any]) -> list[Lane]:
 
 def agreement_lanes(tensors: Sequence[Any]) -> list[Lane]:
     """How far several changes agree along the depth of a model."""
-    ranges = [
-        None if not (known := [value for value in t.relative if value is not None]) else (min(known), max(known))
-        for t in tensors
-    ]
+    sizes = [[value for value in t.relative if value is not None] for t in tensors]
+    ranges = [(min(known), max(known)) if known else None for known in sizes]
     return [
-        Lane("change", "over the norm of the base, smallest and largest of the models", [None] * len(ranges), ranges),
+        Lane("change", "over the norm of the base: smallest, median, largest of the models",
+             [median(known) if known else None for known in sizes], ranges, every=True),
         Lane("cosine", "of two changes, mean; dashed: by chance", [t.cosine_mean for t in tensors],
              chance=[None if t.cosine_mean is None else 0.0 for t in tensors]),
     ]  # fmt: skip

@@ -322,6 +322,11 @@
     const link = event.target.closest?.('a[href^="#t"]');
     if (link && link.hash === location.hash) follow();
   });
+  // A page that is written anew while a network trains; not while the reader types, or has a row open.
+  const seconds = Number(document.body.dataset.reload);
+  const reading = () => document.activeElement?.matches("input, select") || document.querySelector("button[aria-expanded=true]");
+  if (seconds) setInterval(() => reading() || location.reload(), 1000 * seconds);
+
   document.addEventListener("keydown", (event) => {
     if (event.key !== "/" || event.ctrlKey || event.metaKey || event.target.matches("input, select, textarea") || !layers?.search) return;
     event.preventDefault();
