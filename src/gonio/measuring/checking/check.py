@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
-from gonio.measuring.reading.order import missing_in_blocks
+from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, padding_beside, small_json
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
@@ -272,10 +272,18 @@ def check(
     gaps = [] if adapters else missing_in_blocks(own, held.problems)
     states = optimizer_of(source)
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
-    findings = checked(tensors, problems)
     rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
-    findings = worst_first([*findings, *of_states])
+    places = {path: place for place, path in enumerate(_in_depth_order(tensors, one_file=len(held.files) < 2))}
+    along = sorted(checked(tensors, problems), key=lambda finding: places.get(finding.path, len(places)))
+    findings = worst_first([*along, *of_states])
     return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
+
+
+def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[str]:
+    """The paths of tensors as :func:`gonio.measure` orders them; those of several files follow each other by name."""
+    known = {tensor.name: tensor for tensor in tensors}
+    listed = list(known) if one_file else sorted(known)
+    return [known[name].path for name in in_depth_order({name: known[name] for name in listed})]
 
 
 def _folder(held: Inventory) -> Path | None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
-from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.state_dicts import Problem
 from gonio.messages import counted, say
 
 SIBLINGS = 3  # of one shape, and of one name up to numbers in it, that a matrix of a stack of layers has at least
 _NUMBER = re.compile(r"(\d+)")
+
+
+class HasShape(Protocol):
+    """A tensor, stored or described."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Shape = TypeVar("Shape", bound=HasShape)
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -65,7 +75,7 @@ def tells_depth(names: Sequence[str]) -> bool:
     return len(stacks) < 2 or list(names) != sorted(names, key=natural)
 
 
-def in_depth_order(stored: Mapping[str, StoredTensor], vocabulary: int | None = None) -> dict[str, StoredTensor]:
+def in_depth_order(stored: Mapping[str, Shape], vocabulary: int | None = None) -> dict[str, Shape]:
     """The tensors in natural order if the file lists them by the alphabet; any other order is the model's, and stays.
 
     Args:
