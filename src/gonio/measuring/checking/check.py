@@ -274,7 +274,9 @@ def check(
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
     rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
     places = {path: place for place, path in enumerate(_in_depth_order(tensors, one_file=len(held.files) < 2))}
-    along = sorted(checked(tensors, problems), key=lambda finding: places.get(finding.path, len(places)))
+    found = checked(tensors, problems)
+    rules = {code: number for number, code in enumerate(dict.fromkeys(finding.code for finding in found))}
+    along = sorted(found, key=lambda finding: (rules[finding.code], places.get(finding.path, len(places))))
     findings = worst_first([*along, *of_states])
     return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
 
