@@ -138,6 +138,34 @@ def test_every_tensor_of_a_model_is_accounted_for(tmp_path: Path) -> None:
     assert rows(tmp_path / "m.onnx")["c"]["shape"] == [20, 12]
 
 
+def test_weights_in_a_branch_are_told_by_the_operators_of_the_branch(tmp_path: Path) -> None:
+    """A branch has names of its own, hides those around it, and sees the others."""
+    value = helper.make_tensor_value_info("b", TensorProto.FLOAT, None)
+    own = helper.make_graph([node("Gemm", "w", transB=1)], "own", [], [value], [proto("w", STATE[NAMES[0]])])
+    around = helper.make_graph([node("MatMul", "w"), *turned("e")], "around", [], [value], [])
+    nodes = [helper.make_node("If", ["x"], ["y"], name="choice", then_branch=own, else_branch=around)]
+    tensors = [proto("w", STATE[NAMES[1]].mT), proto("e", STATE[NAMES[2]])]
+    onnx.save(model_of(tensors, nodes), tmp_path / "m.onnx")
+    found = {tensor.name: tensor for tensor in gonio.measure(tmp_path / "m.onnx").layers}
+    kept = {"choice.then_branch.0.w": NAMES[0], "w": NAMES[1], "e": NAMES[2]}
+    assert {name: tensor.shape for name, tensor in found.items()} == {
+        name: tuple(STATE[weight].shape) for name, weight in kept.items()
+    }
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_constant_of_the_graph_is_no_damage(tmp_path: Path, sign: int) -> None:
+    """Where the search for a largest number begins; a weight with an infinite value is damaged, and so is NaN."""
+    start = proto("start", torch.tensor(sign * torch.inf))
+    weight = proto("w", STATE[NAMES[0]])
+    onnx.save(model_of([start, weight], [node("Max", "start"), node("Gemm", "w", transB=1)]), tmp_path / "m.onnx")
+    assert "G001" not in codes(tmp_path / "m.onnx")
+    assert gonio.check(tmp_path / "m.onnx")["start"].reason == "a single infinite number, a constant of the graph"
+    for broken in (torch.tensor(torch.nan), torch.tensor([sign * torch.inf, 1.0])):
+        onnx.save(model_of([proto("start", broken), weight], [node("Max", "start")]), tmp_path / "m.onnx")
+        assert "G001" in codes(tmp_path / "m.onnx")
+
+
 def test_the_extra_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save(tmp_path / "m.onnx", STATE)
     monkeypatch.setitem(sys.modules, "onnx", None)

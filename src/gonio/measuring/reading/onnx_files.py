@@ -8,7 +8,7 @@ References: onnx/onnx, docs/IR.md, docs/ExternalData.md, docs/Operators.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -57,7 +57,7 @@ class _Reader:
 
     Attributes:
         ranges: of each file of external data (first byte, byte after the last one) → the tensor's name.
-        users: for each value of the graph (operator, number of the input) of those that use it.
+        users: for each value of a graph (operator, number of the input, prefix of its graph) of those that use it.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class _Reader:
     others: list[TensorEntry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     ranges: dict[Path, dict[tuple[int, int], str]] = field(default_factory=dict)
-    users: dict[str, list[tuple[Any, int]]] = field(default_factory=dict)
+    users: dict[str, list[tuple[Any, int, str]]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Any) -> None:
         """A tensor by its header, or why its values cannot be read."""
@@ -91,6 +91,11 @@ class _Reader:
                 return
         else:
             said, load = self._inside(tensor, shape, known)
+            if not said and prod(shape) == 1 and known.is_floating_point and load().isinf():
+                # where the search for a largest or smallest number begins
+                reason = "a single infinite number, a constant of the graph"
+                self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
+                return
         if said or load is None:
             self.problems.append(Problem("G704", name, said))
             self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
@@ -139,20 +144,20 @@ class _Reader:
             return Axes(reason="a vector" if shape else "a single number")
         found = list(self._uses(name, tuple(range(len(shape))), _DEPTH))
         if not found or any(axes != found[0] for axes in found) or found[0].order is None:
-            users = sorted({node.op_type for node, _ in self.users.get(name, [])})
+            users = sorted({node.op_type for node, *_ in self.users.get(name, [])})
             used = f" (used by {listing([plain(user) for user in users], limit=4)})" if users else ""
             return Axes(reason=f"{_UNSAID}{used}")
         return found[0]
 
     def _uses(self, name: str, dims: tuple[int, ...], depth: int) -> Iterator[Axes]:
         """What each operator that uses a weight says; `dims` are its stored dimensions in the order there."""
-        for node, number in self.users.get(name, []):
+        for node, number, prefix in self.users.get(name, []):
             facts = {fact.name: fact for fact in node.attribute} if node.domain in ("", "ai.onnx") else None
             if facts is not None and node.op_type in ("Identity", "Cast", "Transpose") and depth and node.output:
                 turned = facts["perm"].ints if "perm" in facts else range(len(dims))[::-1]
                 turned = turned if node.op_type == "Transpose" else range(len(dims))
                 if sorted(turned) == list(range(len(dims))):
-                    yield from self._uses(node.output[0], tuple(dims[dim] for dim in turned), depth - 1)
+                    yield from self._uses(f"{prefix}{node.output[0]}", tuple(dims[dim] for dim in turned), depth - 1)
                     continue
             yield Axes() if facts is None else _of_operator(node.op_type, number, dims, facts)
 
@@ -200,11 +205,14 @@ def open_onnx(path: Path) -> Opened:
         if not model.HasField("graph") or not model.ir_version:
             raise ValueError("it holds no graph of ONNX")
         reader = _Reader(path, onnx)
-        for node in model.graph.node:
-            for number, name in enumerate(node.input):
-                reader.users.setdefault(name, []).append((node, number))
-        for name, tensor in _tensors(model, reader):
-            reader.add(name, tensor)
+        graphs = list(_graphs(model))
+        for prefix, graph, names in graphs:
+            for node in graph.node:
+                for number, name in enumerate(node.input):
+                    reader.users.setdefault(names.get(name, name), []).append((node, number, prefix))
+        for prefix, graph, _ in graphs:
+            for name, tensor in _tensors(prefix, graph, reader):
+                reader.add(name, tensor)
     except Exception as error:  # of protobuf, and those that a hostile model provokes
         raise damaged(path, error) from error
     for file, ranges in reader.ranges.items():
@@ -213,28 +221,47 @@ def open_onnx(path: Path) -> Opened:
     return Opened(reader.stored, tuple(reader.others), problems=tuple(reader.problems))
 
 
-def _tensors(model: Any, reader: _Reader) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of all graphs and functions; those of inner ones by the name of the node that holds them."""
-    stack: list[tuple[str, Any]] = [("", model.graph)]
-    stack += [(f"{function.name}.", function) for function in model.functions]
+def _graphs(model: Any) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
+    """(prefix, graph, names) of all graphs and functions; the prefix is the name of the node that holds an inner one.
+
+    `names` is of each value that operators see, their own or one of a graph around, the name with its prefix.
+    """
+    stack: list[tuple[str, Any, Mapping[str, str]]] = [("", model.graph, {})]
+    stack += [(f"{function.name}.", function, {}) for function in model.functions]
     for number, info in enumerate(model.training_info):
-        stack += [(f"training_info.{number}.{part}.", getattr(info, part)) for part in ("initialization", "algorithm")]
+        parts = ("initialization", "algorithm")
+        stack += [(f"training_info.{number}.{part}.", getattr(info, part), {}) for part in parts]
     while stack:
-        prefix, graph = stack.pop()
-        for tensor in getattr(graph, "initializer", ()):
-            yield f"{prefix}{tensor.name}", tensor
-        for sparse in getattr(graph, "sparse_initializer", ()):
-            entry = TensorEntry(f"{prefix}{sparse.values.name}", "", None, None, "sparse: filters are not stored whole")
-            reader.others.append(entry)
+        prefix, graph, around = stack.pop()
+        made = [tensor.name for tensor in getattr(graph, "initializer", ())]
+        made += [name for node in graph.node for name in node.output]
+        names = {**around, **{name: f"{prefix}{name}" for name in made}}
+        yield prefix, graph, names
         for number, node in enumerate(graph.node):
-            own = f"{prefix}{node.name or f'{node.op_type}_{number}'}"
             for fact in node.attribute:
-                constant = node.op_type == "Constant" and fact.name == "value" and node.output
-                if fact.HasField("t"):
-                    yield (f"{prefix}{node.output[0]}" if constant else f"{own}.{fact.name}"), fact.t
-                yield from ((f"{own}.{fact.name}.{i}", tensor) for i, tensor in enumerate(fact.tensors))
                 inner = [*([fact.g] if fact.HasField("g") else []), *fact.graphs]
-                stack += [(f"{own}.{fact.name}.{i}.", one) for i, one in enumerate(inner)]
+                own = _name_of(prefix, number, node)
+                stack += [(f"{own}.{fact.name}.{i}.", one, names) for i, one in enumerate(inner)]
+
+
+def _name_of(prefix: str, number: int, node: Any) -> str:
+    return f"{prefix}{node.name or f'{node.op_type}_{number}'}"
+
+
+def _tensors(prefix: str, graph: Any, reader: _Reader) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of one graph."""
+    for tensor in getattr(graph, "initializer", ()):
+        yield f"{prefix}{tensor.name}", tensor
+    for sparse in getattr(graph, "sparse_initializer", ()):
+        entry = TensorEntry(f"{prefix}{sparse.values.name}", "", None, None, "sparse: filters are not stored whole")
+        reader.others.append(entry)
+    for number, node in enumerate(graph.node):
+        own = _name_of(prefix, number, node)
+        for fact in node.attribute:
+            constant = node.op_type == "Constant" and fact.name == "value" and node.output
+            if fact.HasField("t"):
+                yield (f"{prefix}{node.output[0]}" if constant else f"{own}.{fact.name}"), fact.t
+            yield from ((f"{own}.{fact.name}.{i}", tensor) for i, tensor in enumerate(fact.tensors))
 
 
 def _from_bytes(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
