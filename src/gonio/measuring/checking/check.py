@@ -255,6 +255,8 @@ def check(
     said = say("checked as integers (packed weights, indices, counters): {tensors}", tensors=tensors_)
     notes = (*held.notes, said) if integers else held.notes
     scanned = scan_all(held.places, jobs, progress)
+    if masks := sum(tensor.mask for tensor in scanned):
+        notes = (*notes, say("additive masks, of 0 and −inf alone: {tensors}", tensors=counted(masks, "tensor")))
     unread = [  # by a reader that found the damage only when it read the values
         Problem("G701", tensor.path, tensor.reason)
         for place, tensor in zip(held.places, scanned, strict=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod, sqrt
+from math import inf, prod, sqrt
 from typing import Any
 
 import numpy
@@ -28,7 +28,7 @@ from gonio.errors import UnreadableFileError
 from gonio.execution import one_thread
 from gonio.measuring.checking.places import Place
 from gonio.measuring.figures.tensor import LISTED
-from gonio.measuring.reading.entry import dtype_named, holds_variances
+from gonio.measuring.reading.entry import dtype_named, holds_variances, is_mask
 
 CHUNK = 1 << 17  # entries; a chunk of bfloat16 is 256 kB
 ROW = 64  # bytes; shorter rows are alike by chance, so that rows are not compared
@@ -67,6 +67,8 @@ class TensorCheck:
         negative: number of negative values of a tensor that holds running variances; 0 for any other.
         adapter: whether it is a part of an adapter: rows of B that no gradient has reached are 0.
         zero, constant: whether every value is 0; whether all values are the same.
+        mask: whether every value is 0 or −inf, as in the additive masks of attention; such values are not counted as
+            infinite, and rows are not compared.
         fingerprint: 64 bits of a hash of its bytes, in hexadecimal; empty if it was not read.
         siblings: number of tensors with the same name up to numbers in it, and with the same shape.
         ratio: root mean square of its values divided by the median of its siblings; None without siblings.
@@ -100,6 +102,7 @@ class TensorCheck:
     adapter: bool = False
     zero: bool = False
     constant: bool = False
+    mask: bool = False
     fingerprint: str = ""
     siblings: int = 0
     ratio: float | None = None
@@ -193,7 +196,7 @@ class _Statistics:
         self._hash = numpy.zeros(rows, numpy.uint64)
         self._first: Any = None  # of each row the bits of its first entry
         self._squares = self._largest = 0.0
-        self._nonfinite, self._place = 0, -1
+        self._nonfinite, self._minus, self._place = 0, 0, -1
         self._variances, self._negative = variances, 0
 
     def add(self, raw: Tensor, rows: slice, start: int) -> None:
@@ -239,6 +242,7 @@ class _Statistics:
             if self._place < 0:
                 self._place = rows.start * self._columns + start + int(bad.argmax())
             self._nonfinite += int(bad.sum())
+            self._minus += int((values == -inf).sum())
             magnitude[bad] = 0
             largest = magnitude.max(1)
             values = values.double().masked_fill(torch.from_numpy(bad), 0.0)
@@ -268,6 +272,8 @@ class _Statistics:
             constant=bool(self._constant.all()) and bool((self._first == self._first[0]).all()),
             fingerprint=_joined(hashes),
         )
+        if not self._squares and is_mask(header.shape, self._nonfinite, self._minus):
+            return replace(found, nonfinite=0, mask=True, norm=None, largest=None)
         if self._place >= 0:
             index = numpy.unravel_index(self._place // factor, header.shape)
             found = replace(found, first_nonfinite=tuple(int(i) for i in index))

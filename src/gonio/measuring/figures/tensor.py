@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import isfinite, prod, sqrt
+from math import inf, isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ from gonio.measuring.reading.entry import (
     TensorEntry,
     are_sinusoids,
     holds_variances,
+    is_mask,
     may_be_fixed,
     negative_variances,
     numbers_of,
@@ -105,8 +106,8 @@ class TensorMeasurement:
     Attributes:
         status: `measured`; `no filters` (checked for non-finite values only); `skipped`.
         reason: why it is not `measured`.
-        entries, nonfinite: number of entries, and of those that are NaN or infinite. Filters with such entries
-            are left out of all other figures.
+        entries, nonfinite: number of entries, and of those that are NaN or infinite, without those of an additive
+            mask. Filters with such entries are left out of all other figures.
         rms, frobenius: root mean square of the entries; square root of the sum of their squares.
         zero_filters: filters whose entries are all 0 (dead, unless training starts there on purpose).
             `zero_indices`: the first thousand of them, counted over all groups.
@@ -354,6 +355,10 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         return _row(entry, **known, status=status, reason=entry.reason if part else numbers.reason, notes=notes)
     del raw  # a quantised tensor is released once its values are computed
     known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
+    if known["nonfinite"] > 1 and _is_additive_mask(tensor, known["nonfinite"]):
+        known |= {"nonfinite": 0, "first_nonfinite": None}
+        reason = "an additive mask: every value is 0 or −inf"
+        return _row(entry, **known, status="no filters", reason=reason, notes=notes)
     if holds_variances(entry.name) and (negative := int((tensor < 0).sum())):
         notes = (*notes, negative_variances(negative))
     if entry.layout is None or tensor.ndim < 2:
@@ -458,6 +463,12 @@ def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
         "closest": pairs.closest,
         "angle_histogram": pairs.histogram,
     }
+
+
+def _is_additive_mask(tensor: Tensor, nonfinite: int) -> bool:
+    if tensor.is_complex() or not is_mask(tensor.shape, nonfinite, int((tensor == -inf).sum())):
+        return False
+    return not bool(torch.where(tensor == -inf, 0, tensor).any())
 
 
 def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple[int, int], ...]:

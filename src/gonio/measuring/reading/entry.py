@@ -8,7 +8,7 @@ these do not settle is assumed with a note, or left unread with the reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -277,6 +277,18 @@ def _bias_of(name: str, shapes: Shapes) -> tuple[int, ...] | None:
 def holds_variances(name: str) -> bool:
     """Whether a tensor of a file holds the running variances of a norm: torch calls them so in every norm."""
     return name.rpartition(".")[2] == "running_var"
+
+
+_MASKED = 16  # one value in so many is −inf, at least
+
+
+def is_mask(shape: Sequence[int], nonfinite: int, minus: int) -> bool:
+    """Whether infinite values are those of an additive mask of attention, if the others are 0.
+
+    Args:
+        nonfinite, minus: number of values that are NaN or infinite, and of those that are −inf.
+    """
+    return len(shape) > 1 and minus == nonfinite > 1 and _MASKED * minus >= prod(shape)
 
 
 def negative_variances(count: int) -> Message:
