@@ -95,7 +95,7 @@ def _zero(t: TensorCheck) -> str | None:
 def _zero_rows(t: TensorCheck) -> str | None:
     if not 0 < t.zero_rows < t.rows or t.adapter or t.state or t.beside or _padded(t):
         return None
-    return zero_filters(t.zero_rows, t.rows, t.zero_indices)
+    return zero_filters(t.zero_rows, t.rows, t.zero_indices, t.entries // t.rows)
 
 
 def _padded(t: TensorCheck) -> bool:

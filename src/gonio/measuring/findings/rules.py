@@ -332,11 +332,20 @@ def _dead(t: TensorMeasurement) -> str | None:
     padding = t.zero_filters == 1 and not {PADDING, MAYBE_PADDING}.isdisjoint(t.notes)
     if not t.zero_filters or t.zero_filters == t.total_filters or padding or _of_adapter(t):
         return None
-    return zero_filters(t.zero_filters, t.total_filters, t.zero_indices)
+    return zero_filters(t.zero_filters, t.total_filters, t.zero_indices, t.dim or 0)
 
 
-def zero_filters(count: int, total: int, first: Sequence[int]) -> str:
-    """How many of a tensor's filters are 0, and which; `first`: the first ones of them."""
+def zero_filters(count: int, total: int, first: Sequence[int], length: int) -> str | None:
+    """How many of a tensor's filters are 0, and which; None of a Fourier transform.
+
+    The sine of the frequency 0 and that of the highest one are 0 at each sample: of N samples the transform has N + 2
+    rows, N/2 + 1 cosines and as many sines.
+
+    Args:
+        first: the first ones of them. `length`: of a filter.
+    """
+    if total == length + 2 and tuple(first) == (length // 2 + 1, length + 1):
+        return None
     return say(
         "{zero_filters} of {total_filters} filters {are} 0: {named}",
         zero_filters=count,

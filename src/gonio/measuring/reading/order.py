@@ -50,6 +50,8 @@ def pattern_of(path: str) -> str:
 def families(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
     """The matrices that repeat from layer to layer: at least four of one shape and one name up to numbers in it.
 
+    What has one side alone that is longer than 1 is a vector, such as the bias of all channels of an image.
+
     Example:
         >>> from gonio.measuring.reading.order import families
         >>> families({"embed": (9, 2)} | {f"layers.{i}.up": (4, 2) for i in range(4)})
@@ -57,7 +59,7 @@ def families(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
     """
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in shapes.items():
-        if len(shape) > 1:
+        if sum(side > 1 for side in shape) > 1:
             found.setdefault((pattern_of(name), shape), []).append(name)
     return [names for names in found.values() if len(names) > SIBLINGS]
 
