@@ -27,6 +27,7 @@ from benchmarks import (
     other_ways,
     planted_damage,
     quantisation,
+    shipped_networks,
     study,
 )
 from benchmarks.results import FOLDER, Key, Measured, Ratio, Report, RowResult, path_of, read
@@ -68,6 +69,7 @@ _MODULES = (
     other_ways,
     planted_damage,
     quantisation,
+    shipped_networks,
     study,
 )
 OWN = {module.RESULT.stem: module.table for module in _MODULES}  # that are no ratios to a floor
