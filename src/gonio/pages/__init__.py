@@ -54,8 +54,8 @@ def environment(package: str) -> Environment:
         return value if isinstance(value, (Markup, int, float, jinja2.Undefined)) else redact(value)
 
     def breakable(path: str) -> Markup:
-        """A path that breaks behind its dots where it is long, and on a narrow page behind underscores too."""
-        escaped = re.sub(r"(?<=[.])(?=\w)", "<wbr>", str(Markup.escape(redact(path))))
+        """A path that breaks behind its dots and slashes, and on a narrow page and in a title behind underscores too."""
+        escaped = re.sub(r"(?<=[./])(?=\w)", "<wbr>", str(Markup.escape(redact(path))))
         return Markup(re.sub(r"(?<=_)(?=\w)", '<wbr class="low">', escaped))
 
     own = jinja2.PackageLoader("gonio.pages")
