@@ -54,7 +54,7 @@ def environment(package: str) -> Environment:
         return value if isinstance(value, (Markup, int, float, jinja2.Undefined)) else redact(value)
 
     def breakable(path: str) -> Markup:
-        """A path that breaks behind its dots and slashes, and on a narrow page and in a title behind underscores too."""
+        """A path that breaks behind dots and slashes, and in titles and on narrow pages behind underscores too."""
         escaped = re.sub(r"(?<=[./])(?=\w)", "<wbr>", str(Markup.escape(redact(path))))
         return Markup(re.sub(r"(?<=_)(?=\w)", '<wbr class="low">', escaped))
 
