@@ -143,7 +143,7 @@ def test_the_plan_says_how_it_is_tuned_and_is_another_plan_for_it() -> None:
 
 def test_without_optuna_the_extra_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingExtraError, match=r"--tune\) needs the package 'optuna'.*gonio\[tune\]"):
+    with pytest.raises(MissingExtraError, match=r"--tune\) needs the package 'optuna'.*gonio\[lab\]"):
         tiny_plan(3)
 
 

@@ -141,4 +141,4 @@ def best(plan: StudyPlan, trials: Sequence[Trial]) -> Trial | None:
 
 def require_optuna() -> ModuleType:
     """The package, whose import takes a second; a MissingExtraError if it is not installed."""
-    return import_extra("optuna", "tuning (--tune)", package="optuna", extra="tune")
+    return import_extra("optuna", "tuning (--tune)", package="optuna", extra="lab")
