@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import gonio
 from gonio import errors
 
+ROOT = Path(__file__).resolve().parents[1]
 FRESH = """
 import sys, gonio
 assert "torch" not in sys.modules, "import gonio imports torch"
@@ -117,3 +121,20 @@ def test_a_renamed_name_warns_at_the_line_that_uses_it() -> None:
     with pytest.warns(DeprecationWarning, match=message) as said:
         old()
     assert said[0].filename == __file__
+
+
+def test_each_extra_that_an_error_names_installs_the_package() -> None:
+    """`import_extra(…, package=…, extra=…)` tells a user what to install."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    calls = [
+        {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
+        for path in (ROOT / "src").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "import_extra"
+    ]
+    named = {(call["extra"], call["package"]) for call in calls if {"extra", "package"} <= call.keys()}
+    assert ("lab", "optuna") in named
+    for extra, package in named - {("lab", "Pillow")}:  # which Matplotlib installs
+        assert any(re.match(rf"{re.escape(package)}\b", line) for line in declared[extra]), (
+            f"{package} is not in {extra}"
+        )
