@@ -272,7 +272,7 @@ class _Statistics:
             constant=bool(self._constant.all()) and bool((self._first == self._first[0]).all()),
             fingerprint=_joined(hashes),
         )
-        if not self._squares and is_mask(header.shape, self._nonfinite, self._minus):
+        if not self._largest and is_mask(header.shape, self._nonfinite, self._minus):
             return replace(found, nonfinite=0, mask=True, norm=None, largest=None)
         if self._place >= 0:
             index = numpy.unravel_index(self._place // factor, header.shape)

@@ -8,7 +8,8 @@ References: onnx/onnx, docs/IR.md, docs/ExternalData.md, docs/Operators.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import UnreadableFileError, import_extra, listing
+from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named
@@ -91,7 +92,7 @@ class _Reader:
                 return
         else:
             said, load = self._inside(tensor, shape, known)
-            if not said and prod(shape) == 1 and known.is_floating_point and load().isinf():
+            if not said and prod(shape) == 1 and known.is_floating_point and _is_infinite(load):
                 # where the search for a largest or smallest number begins
                 reason = "a single infinite number, a constant of the graph"
                 self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
@@ -221,21 +222,29 @@ def open_onnx(path: Path) -> Opened:
     return Opened(reader.stored, tuple(reader.others), problems=tuple(reader.problems))
 
 
+def _is_infinite(load: Callable[[], Tensor]) -> bool:
+    """Whether a single number is infinite; one that cannot be read is named when its value is asked for."""
+    try:
+        return bool(load().isinf())
+    except GonioError:
+        return False
+
+
 def _graphs(model: Any) -> Iterator[tuple[str, Any, Mapping[str, str]]]:
     """(prefix, graph, names) of all graphs and functions; the prefix is the name of the node that holds an inner one.
 
     `names` is of each value that operators see, their own or one of a graph around, the name with its prefix.
     """
-    stack: list[tuple[str, Any, Mapping[str, str]]] = [("", model.graph, {})]
-    stack += [(f"{function.name}.", function, {}) for function in model.functions]
+    stack: list[tuple[str, Any, ChainMap[str, str]]] = [("", model.graph, ChainMap())]
+    stack += [(f"{function.name}.", function, ChainMap()) for function in model.functions]
     for number, info in enumerate(model.training_info):
         parts = ("initialization", "algorithm")
-        stack += [(f"training_info.{number}.{part}.", getattr(info, part), {}) for part in parts]
+        stack += [(f"training_info.{number}.{part}.", getattr(info, part), ChainMap()) for part in parts]
     while stack:
         prefix, graph, around = stack.pop()
         made = [tensor.name for tensor in getattr(graph, "initializer", ())]
         made += [name for node in graph.node for name in node.output]
-        names = {**around, **{name: f"{prefix}{name}" for name in made}}
+        names = around.new_child({name: f"{prefix}{name}" for name in made})  # a copy for each graph would be quadratic
         yield prefix, graph, names
         for number, node in enumerate(graph.node):
             for fact in node.attribute:
