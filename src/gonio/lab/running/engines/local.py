@@ -180,9 +180,9 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def call_apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The JSON-able result of a call in a process of its own; a ChildProcessError if it died without one."""
-    worker = Worker(function, *arguments)
+def call_apart(function: Callable[..., Any], *arguments: Any, gpu: str | None = None) -> Any:
+    """The JSON-able result of a call in a process of its own, which sees those GPUs; a ChildProcessError if it died."""
+    worker = Worker(function, *arguments, gpu=gpu)
     try:
         return worker.result()
     finally:

@@ -1,4 +1,8 @@
-"""Runs as tasks of an already running Ray cluster."""
+"""Runs as tasks of an already running Ray cluster.
+
+A task calls its function in a process that a server of its worker forks, as on one machine. A run then starts in a
+fraction of a second, where a new worker of Ray has to import torch, and one that dies leaves the worker to the next.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from gonio.errors import InvalidArgumentError, NotApplicableError, first_line, import_extra
-from gonio.lab.running.engines.local import Future, NodeLost
+from gonio.lab.running.engines.local import Future, NodeLost, call_apart, server_running
 
 _ANSWER = 20.0  # seconds for a cluster to accept a connection
 _POLL = 1.0  # seconds until an interruption is noticed
@@ -19,7 +23,7 @@ _GONE = 3.0  # seconds after a worker's end in which the end of its node becomes
 
 
 class Ray:
-    """Tasks of an already running Ray cluster, each in a new process. Ray retries none of them.
+    """Tasks of an already running Ray cluster, each in a process of its own. Ray retries none of them.
 
     Connects to the cluster at `address`, at `RAY_ADDRESS`, or on this machine; it neither starts nor stops one. Every
     node needs the same gonio, and the user's files under the same paths. Only the driver writes the study.
@@ -63,7 +67,7 @@ class Ray:
                 f"nodes with {nodes}",
                 "Ask for less, or add a node.",
             )
-        self._task = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0, max_calls=1)(_call)
+        self._task = self._ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(_call)
 
     def _connect(self, address: str | None) -> None:
         where = address or os.environ.get("RAY_ADDRESS", "auto")
@@ -133,7 +137,7 @@ class _Task:
         """As :meth:`gonio.lab.engines.Future.result`."""
         errors = self._ray.exceptions
         try:
-            return json.loads(self._ray.get(self.reference))
+            result, death = json.loads(self._ray.get(self.reference))
         except (errors.NodeDiedError, errors.LocalRayletDiedError) as error:
             raise NodeLost(f"its node was lost ({first_line(error)})") from error
         except errors.OutOfMemoryError as error:
@@ -143,6 +147,9 @@ class _Task:
                 raise NodeLost("its worker ended with a node") from error
             said = f"{first_line(error, kind=True)}"
             raise ChildProcessError(f"the process of this run died ({said})") from error
+        if death:
+            raise ChildProcessError(death)
+        return result
 
     def stop(self) -> None:
         """Cancel the task, running or waiting."""
@@ -158,10 +165,16 @@ def _knock(address: str) -> None:
 
 
 def _call(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Runs on a node. The result travels as text, as it does between local processes."""
+    """Runs on a node: the result and how the process died, one of them None, as text, as between local processes."""
     if os.path.isdir(folder):
         os.chdir(folder)  # so that relative names of user files mean the same as in the driver
-    return json.dumps(function(*arguments), allow_nan=False)
+    with server_running("ray"):  # which the worker's own program imports, and each process with it: 0.4 s
+        pass
+    try:
+        # Ray names the task's GPUs anew for each, and the server that forks keeps the variables that it started with.
+        return json.dumps([call_apart(function, *arguments, gpu=os.environ.get("CUDA_VISIBLE_DEVICES")), None])
+    except ChildProcessError as error:
+        return json.dumps([None, str(error)])
 
 
 def _library() -> ModuleType:
