@@ -104,6 +104,23 @@ def test_steps_that_a_scaler_skips_have_no_row() -> None:
     assert [row["step"] for row in tracker.rows] == [1, 2]
 
 
+def test_a_step_after_which_weights_are_not_finite_has_rows_and_findings(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1, page=tmp_path / "run.html")
+    for scale in (1.0, torch.nan, 1.0):
+        opt.zero_grad()
+        (model(torch.ones(1, 3)).sum() * scale).backward()
+        opt.step()
+    assert [row["step"] for row in tracker.rows] == [1, 2, 3]
+    assert [row["nonfinite"] for row in tracker.rows] == [0, 6, 6]
+    assert "rotation" not in tracker.rows[1]
+    assert [(step, found.code) for step, found in tracker.findings] == [(2, "G001")]
+    assert "From step 2 on" in tracker.to_html()
+    tracker.undo_()
+    assert "From step 2 on" in (tmp_path / "run.html").read_text()
+
+
 def test_a_fused_step_that_changes_nothing_has_no_row() -> None:
     model, opt, tracker = watched(lr=0.0)
     step(model, opt)

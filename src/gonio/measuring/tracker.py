@@ -334,7 +334,7 @@ class Tracker:
                 send(step, found)
             for draw in self._drawers:
                 draw(step, dict(self._histograms or {}))
-            if self._live is not None and any("rotation" in row for row in found.values()):
+            if self._live is not None and any("rotation" in row for row in self.rows):
                 self._live.renew(partial(self._page, whole=True, refresh=SECONDS))
         if self._histograms is not None:
             self._histograms.clear()

@@ -132,8 +132,9 @@ class StepFigures:
                 sums |= self._sums_of_state(entry, largest, optimizer, groups[id(largest)], total)
                 waiting.append((entry, sums, _prediction(optimizer, largest, rate), rate))
         total.reduce()
-        found = [(entry, self._figures(entry, sums, prediction, rate)) for entry, sums, prediction, rate in waiting]
-        return found if any(figures.get("relative_update") for _, figures in found) else []
+        if not any(float(sums["step"]()[1]) for _, sums, _, _ in waiting):  # NaN counts as a change
+            return []
+        return [(entry, self._figures(entry, sums, prediction, rate)) for entry, sums, prediction, rate in waiting]
 
     def _sums(self, entry: TensorEntry, before: Tensor, after: Tensor, total: ShardSums) -> dict[str, Sums]:
         """The sums of one step, of its rows and of the gradient, added later."""
