@@ -229,6 +229,21 @@ def test_a_radius_is_set_at_once_and_undone_to_the_bit(norm: str) -> None:
     assert torch.equal(layer.weight, before)
 
 
+@pytest.mark.parametrize("options", [{}, {"magnitude": "learned"}])
+def test_the_end_of_a_hold_keeps_what_was_trained(options: dict[str, Any]) -> None:
+    """A weight that no step has changed gets back its first value, as after any undo."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = model[2].weight.detach().clone()
+    held = gonio.hold_(model, optimizer, norm="filters", radius=1.0, **options)
+    model[:2](seeded(5, 4)).square().sum().backward()
+    optimizer.step()
+    expected = model[0].weight.detach().clone()
+    held.undo_()
+    assert torch.allclose(model[0].weight, expected, rtol=1e-6)
+    assert torch.equal(model[2].weight, first)
+
+
 def test_learned_magnitudes_have_their_own_rate_and_keep_the_function() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -247,7 +262,9 @@ def test_learned_magnitudes_have_their_own_rate_and_keep_the_function() -> None:
     assert torch.allclose(raw.norm(dim=1), torch.ones(8), rtol=1e-6)
     assert torch.allclose(model[0].weight.norm(dim=1), gains.abs(), rtol=1e-5)
     assert float((gains.detach() - before).abs().min()) > 0.1, "the gains move at their own rate"
+    trained = model(x).detach()
     held.undo_()
+    assert torch.allclose(model(x), trained, rtol=1e-5, atol=1e-6)
     assert [len(group["params"]) for group in optimizer.param_groups] == [4]
     assert type(model[0]) is nn.Linear
     assert set(optimizer.state) <= set(model.parameters())

@@ -112,7 +112,8 @@ def hold_(
         heads: what :func:`gonio.surgery.anatomy` has found in the model. Then each head of queries, keys and values is
             a matrix of its own, where heads are consecutive rows of equal number.
 
-    Returns: :class:`Held`, whose `undo_()` ends the hold.
+    Returns: :class:`Held`, whose `undo_()` ends the hold. A weight that a step has changed keeps its value, trained
+        gain included; any other gets back the value from before.
 
     Raises:
         NoMatchError: if `where` selects no such layer with a weight in the optimizer.
@@ -167,6 +168,9 @@ def hold_(
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
             _learn_magnitudes_(edit, real, refs, magnitude_lr)
         weights = [_held(edit, ref, norm, radius) for ref in refs]
+        if magnitude is not None:
+            for ref, weight in zip(refs, weights, strict=True):
+                edit.on_undo(partial(_take_gain_, ref, weight))
         for each in real:
             _stop_decay_(edit, each, weights)
         hold = Hold(weights, step, optimizer, real)
@@ -347,14 +351,23 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
         at = f"{low:.4g}" if same else say("{low:.4g} to {high:.4g}", low=low, high=high)
     else:
         radii, at = torch.where(norms > 0, float(radius), 0.0).to(norms.dtype), f"{radius:g}"
-        value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
-        edit.set_data_(parameter, value.to(parameter.dtype))
     told = {"name": ref.name, "n": norms.numel(), "parts": _PARTS[norm][norms.numel() > 1], "at": at}
     said = say("{name}: norm of {n} {parts} held at {at}", **told)
     edit.changed(
         ref.path, said if norm != "spectral" else say("{name}: spectral norm of {n} {parts} held at {at}", **told)
     )
-    return HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
+    weight = HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
+    if weight.at is not None:
+        value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
+        edit.set_data_(parameter, value.to(parameter.dtype), unless=lambda: weight.trained)
+    return weight
+
+
+@torch.no_grad()
+def _take_gain_(ref: WeightRef, weight: HeldWeight) -> None:
+    """Give a trained direction its trained gain, while its layer still has it: once or more, with the same result."""
+    if weight.trained:
+        weight.parameter.copy_(getattr(ref.module, ref.name))
 
 
 # --- the optimizer ------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class HeldWeight:
     before: Tensor | None = None  # the step, for a fixed one
     had_gradient: bool = False  # before the step: some optimizers clear gradients in it
     version: int = -1
+    trained: bool = False  # a step under the hold has changed it
 
     def moved(self) -> bool:
         """Whether the step may have changed the weight."""
@@ -173,6 +174,7 @@ class Hold:
             mine = self._mine(group)
             moved = [weight for weight in mine if weight.moved()]
             for weight in moved:
+                weight.trained = True
                 self._take_radius(optimizer, weight)
             for alike in alike_weights(moved):
                 if self.step == "fixed":
