@@ -103,6 +103,17 @@ def test_a_journal_is_gone_on_with(
     assert seen == []
 
 
+def test_what_is_written_beside_the_files_does_not_stop_a_journal(file: Path) -> None:
+    journal = file.with_suffix(".jsonl")
+    for folder in (False, True):
+        source = file.parent if folder else file
+        whole = gonio.measure(source, journal=journal)
+        file.with_suffix(".json").write_text(whole.to_json())
+        assert gonio.measure(source, journal=journal).to_dict() == whole.to_dict()
+        journal.unlink()
+        file.with_suffix(".json").unlink()
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -112,7 +112,7 @@ class Edit:
         """Record the inverse of a change; call it before the change is made."""
         self._inverses.append(inverse)
 
-    def set_data_(self, tensor: Tensor, value: Tensor, *, unless: Callable[[], bool] = lambda: False) -> None:
+    def set_data_(self, tensor: Tensor, value: Tensor, *, unless: Callable[[], bool] | None = None) -> None:
         """Overwrite a Parameter or an optimizer's tensor in place; the tensor object stays the same.
 
         Args:
@@ -120,7 +120,7 @@ class Edit:
         """
         before = tensor.detach().clone(memory_format=torch.preserve_format)
         self._values.append(tensor)
-        self.on_undo(lambda: None if unless() else self.overwrite_(tensor, before))
+        self.on_undo(lambda: None if unless is not None and unless() else self.overwrite_(tensor, before))
         self.overwrite_(tensor, value)
 
     def set_buffer_(self, module: nn.Module, name: str, value: Tensor) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,12 +28,9 @@ from gonio.errors import GonioError
 from gonio.escaping import write_text
 from gonio.measuring.engines import versions
 from gonio.measuring.figures.tensor import FAILED
-from gonio.measuring.reading.distributed import is_distributed
 from gonio.measuring.reading.entry import TensorEntry
-from gonio.measuring.reading.kinds import KINDS
-from gonio.measuring.reading.shards import weight_map
-from gonio.measuring.reading.source import CONFIGURATIONS, CheckpointPart, Source, files_in
-from gonio.measuring.reading.zero_files import is_zero
+from gonio.measuring.reading.files_read import files_read
+from gonio.measuring.reading.source import CheckpointPart, Source
 from gonio.messages import Message, say
 
 SCHEMA = "gonio.cache/1"
@@ -131,7 +128,7 @@ class Cache(Generic[Row]):
         whole = hashlib.sha256(self._about.encode())
         try:
             for source in self._sources:
-                for name, file in _files(source):
+                for name, file in files_read(source):
                     whole.update(f"\0{name}\0".encode("utf-8", "surrogateescape") + _digest(file))
         except (OSError, GonioError):
             return ""  # what is wrong with the source, reading it says
@@ -145,28 +142,6 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
         return None
     home = environment.get("XDG_CACHE_HOME", "")
     return Path(named) if named else Path(home if os.path.isabs(home) else Path.home() / ".cache") / "gonio"
-
-
-def _files(source: Source) -> Iterator[tuple[str, Path]]:
-    """The files that a measurement reads, each with its name.
-
-    Raises: OSError for a source that is no file, or of a kind that is not kept.
-    """
-    if not isinstance(source, (str, os.PathLike)):
-        raise OSError("no file")
-    path = Path(source)
-    folder = path if path.is_dir() else path.parent
-    for file in files_in(path)[0] if path.is_dir() else [path]:
-        if file.is_dir() and (is_distributed(file) or is_zero(file)):
-            yield from ((each.relative_to(file).as_posix(), each) for each in sorted(file.rglob("*")) if each.is_file())
-        elif file.suffix == ".onnx" or not file.name.endswith(KINDS):
-            raise OSError("its values may lie in other files")
-        else:
-            yield file.name, file
-            if file.name.endswith(".index.json"):
-                shards = sorted({*weight_map(file)[0].values()})
-                yield from ((shard, file.parent / shard) for shard in shards if (file.parent / shard).exists())
-    yield from ((name, folder / name) for name in CONFIGURATIONS if (folder / name).is_file())
 
 
 def _digest(path: Path) -> bytes:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError
-from gonio.measuring.reading.source import CheckpointPart
+from gonio.measuring.reading.files_read import files_read
+from gonio.measuring.reading.source import CONFIGURATIONS, CheckpointPart
 
 SCHEMA = "gonio.journal/1"
-_CONFIGURATION = 1 << 20  # bytes up to which a JSON file beside a checkpoint is one of its configurations
 
 Row = TypeVar("Row")
 
@@ -119,13 +119,10 @@ def stamps(source: str | os.PathLike[str], *, besides: str | os.PathLike[str]) -
     """
     path, left_out = Path(source), Path(besides).absolute()
     folder = path if path.is_dir() else path.parent
-    if path.is_dir():
-        files = [*folder.rglob("*")]
-    elif path.name.endswith(".index.json"):
-        files = [*folder.glob("*")]
-    else:
-        configurations = (file for file in folder.glob("*.json") if file.stat().st_size < _CONFIGURATION)
-        files = [path, *configurations]
+    try:
+        files = [file for _, file in files_read(path)]
+    except OSError:  # of this kind the values may lie in any file
+        files = [*folder.rglob("*")] if path.is_dir() else [path, *(folder / name for name in CONFIGURATIONS)]
     made = [
         (file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns)
         for file in sorted(set(files))
