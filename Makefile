@@ -83,6 +83,8 @@ wheel: $(VENV)/.release
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -c "from rattler_build import RenderConfig, Stage0Recipe, VariantConfig; \
+	print('conda:', *Stage0Recipe.from_file('packaging/conda/recipe.yaml').render(VariantConfig(), RenderConfig()))"
 	$(PYTHON) tests/wheel.py dist/*
 
 # Models of timm through all of the library; about an hour on one core. Goes on where it stopped.
