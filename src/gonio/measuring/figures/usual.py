@@ -201,7 +201,7 @@ def usual_of(t: TensorMeasurement) -> UsualLayer | None:
 
     Example:
         >>> from gonio.measuring.figures.usual import usual_of
-        >>> row = gonio.measure(nn.Linear(64, 48))[""]
+        >>> row = gonio.measure(nn.Linear(64, 48))["weight"]
         >>> found = usual_of(row)
         >>> found.kind, found.figures["sigma_ratio"].place, found.figures["alignment"].value == row.alignment
         ('matrix up to 128', 'usual', True)
