@@ -21,7 +21,7 @@ from benchmarks.usual_networks import (
     table,
 )
 
-KIND = "matrix up to 32"
+KIND = "matrix 9 to 32"
 
 
 def row(architecture: str, values: list[float | None], source: str = "shipped") -> dict[str, object]:

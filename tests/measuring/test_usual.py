@@ -19,14 +19,15 @@ from html_reader import Page
 @pytest.mark.parametrize(
     ("layer", "kind"),
     [
-        (nn.Linear(64, 32), "matrix up to 32"),
-        (nn.Linear(64, 33), "matrix up to 128"),
-        (nn.Conv2d(200, 129, 1), "matrix above 128"),
-        (nn.Embedding(300, 16), "matrix up to 32"),
-        (nn.Conv2d(3, 8, 3), "kernel up to 32"),
-        (nn.ConvTranspose2d(40, 50, 3), "kernel up to 128"),
-        (nn.Conv2d(16, 16, 3, groups=16), "depthwise up to 32"),
-        (nn.Conv2d(16, 16, 3, groups=4), "stacked up to 32"),
+        (nn.Linear(64, 32), "matrix 9 to 32"),
+        (nn.Linear(64, 33), "matrix 33 to 128"),
+        (nn.Conv2d(200, 129, 1), "matrix 129 to 512"),
+        (nn.Linear(513, 513), "matrix above 512"),
+        (nn.Embedding(300, 16), "matrix 9 to 32"),
+        (nn.Conv2d(3, 8, 3), "kernel 1 to 8"),
+        (nn.ConvTranspose2d(40, 50, 3), "kernel 33 to 128"),
+        (nn.Conv2d(16, 16, 3, groups=16), "depthwise 9 to 32"),
+        (nn.Conv2d(16, 16, 3, groups=4), "stacked 1 to 8"),
         (nn.Linear(64, 1), None),
     ],
 )
@@ -37,7 +38,7 @@ def test_shape_and_groups_tell_the_kind(layer: nn.Module, kind: str | None) -> N
 
 
 def test_gates_are_stacked_and_adapters_are_of_no_kind() -> None:
-    assert kind_of(measure(nn.LSTM(8, 16))["weight_ih_l0"]) == "stacked up to 32"
+    assert kind_of(measure(nn.LSTM(16, 24))["weight_ih_l0"]) == "stacked 9 to 32"
     factors = {
         "base_model.model.fc.lora_A.weight": torch.randn(4, 64),
         "base_model.model.fc.lora_B.weight": torch.randn(32, 4),
@@ -46,13 +47,8 @@ def test_gates_are_stacked_and_adapters_are_of_no_kind() -> None:
 
 
 def test_every_kind_has_ordered_ranges_of_enough_architectures() -> None:
-    assert set(known()) >= {
-        "matrix up to 32",
-        "matrix up to 128",
-        "matrix above 128",
-        "kernel up to 32",
-        "kernel up to 128",
-    }
+    assert set(known()) >= {f"matrix {size}" for size in ("1 to 8", "9 to 32", "33 to 128", "129 to 512")}
+    assert set(known()) >= {"kernel 9 to 32", "kernel 33 to 128"}
     for kind, bands in known().items():
         assert bands.layers >= bands.networks >= bands.architectures >= LEAST
         assert described(kind)
@@ -62,10 +58,10 @@ def test_every_kind_has_ordered_ranges_of_enough_architectures() -> None:
 
 
 def test_the_ends_are_usual_and_what_is_beyond_is_not() -> None:
-    low, *_, high = known()["matrix up to 32"].figures["sigma_ratio"]
-    places = [usual("matrix up to 32", "sigma_ratio", value) for value in (low * 0.99, low, high, high * 1.01)]
+    low, *_, high = known()["matrix 9 to 32"].figures["sigma_ratio"]
+    places = [usual("matrix 9 to 32", "sigma_ratio", value) for value in (low * 0.99, low, high, high * 1.01)]
     assert [one and one.place for one in places] == ["low", "usual", "usual", "high"]
-    assert usual("matrix up to 32", "operator_norm", 1.0) is None
+    assert usual("matrix 9 to 32", "operator_norm", 1.0) is None
     assert usual("stacked above 4096", "alignment", 1.0) is None
 
 
@@ -139,7 +135,7 @@ def test_the_line_below_the_table_names_layers_and_what_is_not_known() -> None:
 
 
 def test_usual_figures_are_said_to_be_usual() -> None:
-    middles = known()["matrix up to 128"].figures
+    middles = known()["matrix 33 to 128"].figures
     torch.manual_seed(1)
     weight = torch.randn(64, 100) + 0.45 * torch.randn(100)
     weight *= 1 + middles["norm_spread"][2] * torch.linspace(-1.7, 1.7, 64)[:, None]
@@ -178,7 +174,7 @@ def test_json_has_the_place_of_every_layer_of_a_kind() -> None:
     first, second, third = measure(mixed()).to_dict()["usual"]
     assert (first["name"], first["kind"], first["figures"]["alignment"]["place"]) == (
         "0.weight",
-        "matrix up to 128",
+        "matrix 33 to 128",
         "high",
     )
     assert first["of"]["architectures"] >= LEAST

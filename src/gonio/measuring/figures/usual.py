@@ -35,7 +35,7 @@ __all__ = [
 
 LEAST = 10  # architectures with layers of a kind and size: with fewer, what is usual is not known
 PERCENTILES = (5, 25, 50, 75, 95)
-SIZES = (32, 128, inf)  # of the smaller side of a matrix, up to
+SIZES = (8, 32, 128, 512, inf)  # of the smaller side of a matrix, up to
 KINDS: Mapping[str, Message] = {
     "matrix": say("matrices (linear, embedding, 1×1)"),
     "kernel": say("kernels of convolutions"),
@@ -138,7 +138,7 @@ class UsualLayer:
 
 
 def kind_of(t: TensorMeasurement) -> str | None:
-    """The kind and size of a measured layer, as `matrix up to 32`; None for a single filter and parts of adapters.
+    """The kind and size of a measured layer, as `matrix 9 to 32`; None for a single filter and parts of adapters.
 
     A kernel of one position is a matrix. Filters that share no input are depthwise, other groups stacked. The size is
     that of the smaller side of one matrix, and of a depthwise convolution the length of a filter.
@@ -150,7 +150,11 @@ def kind_of(t: TensorMeasurement) -> str | None:
     else:
         name, size = "kernel" if prod(t.shape[2:]) > 1 else "matrix", min(t.filters, t.dim)
     at = next(i for i, most in enumerate(SIZES) if size <= most)
-    return f"{name} up to {SIZES[at]}" if SIZES[at] < inf else f"{name} above {SIZES[at - 1]}"
+    return (
+        f"{name} {SIZES[at - 1] + 1 if at else 1} to {SIZES[at]}"
+        if SIZES[at] < inf
+        else f"{name} above {SIZES[at - 1]}"
+    )
 
 
 def described(kind: str) -> Message:
@@ -158,13 +162,13 @@ def described(kind: str) -> Message:
 
     Example:
         >>> from gonio.measuring.figures.usual import described
-        >>> described("kernel up to 32")
-        'kernels of convolutions, smaller side up to 32'
+        >>> described("kernel 9 to 32")
+        'kernels of convolutions, smaller side 9 to 32'
     """
-    name, how, size = kind.split()[0], kind.split()[1], kind.split()[-1]
-    if how == "up":
-        return say("{what}, smaller side up to {size}", what=KINDS[name], size=size)
-    return say("{what}, smaller side above {size}", what=KINDS[name], size=size)
+    name, *sizes = kind.split()
+    if sizes[0] == "above":
+        return say("{what}, smaller side above {size}", what=KINDS[name], size=sizes[1])
+    return say("{what}, smaller side {low} to {high}", what=KINDS[name], low=sizes[0], high=sizes[2])
 
 
 @cache
@@ -185,7 +189,7 @@ def usual(kind: str, figure: str, value: float) -> Usual | None:
 
     Example:
         >>> from gonio.measuring.figures.usual import usual
-        >>> usual("kernel up to 32", "alignment", 1000.0).place
+        >>> usual("kernel 9 to 32", "alignment", 1000.0).place
         'high'
     """
     bands = known().get(kind)
@@ -204,7 +208,7 @@ def usual_of(t: TensorMeasurement) -> UsualLayer | None:
         >>> row = gonio.measure(nn.Linear(64, 48))["weight"]
         >>> found = usual_of(row)
         >>> found.kind, found.figures["sigma_ratio"].place, found.figures["alignment"].value == row.alignment
-        ('matrix up to 128', 'usual', True)
+        ('matrix 33 to 128', 'usual', True)
     """
     kind = kind_of(t)
     if kind is None:
