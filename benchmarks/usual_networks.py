@@ -1,6 +1,6 @@
 """What is usual for the layers of trained networks: percentiles of each figure by kind and size of a layer.
 
-    python -m benchmarks.usual_networks FOLDER     measure (10 minutes on one core)
+    python -m benchmarks.usual_networks FOLDER     measure (10 minutes on one core); goes on where it was stopped
     python -m benchmarks.usual_networks --bands    write the bands of the last measurement anew
 
 FOLDER holds the wheels of `PACKAGES`, as for `benchmarks.shipped_networks`; those that are missing are named. Networks
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -38,8 +39,10 @@ from benchmarks.small_networks import SMALL, small_network
 from benchmarks.treated_networks import KINDS, Network, network
 from gonio.measuring.figures import usual
 from gonio.measuring.figures.usual import FIGURES, LEAST, PERCENTILES, Bands, kind_of
+from gonio.pages.tables import number
 
 RESULT = FOLDER / "usual_networks.json"
+PART = FOLDER / "local" / RESULT.with_suffix(".jsonl").name  # the networks of a measurement that was stopped
 BANDS = Path(usual.__file__).with_name("usual.json")
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     **JUDGED,
@@ -88,26 +91,44 @@ def shipped(folder: Path) -> Iterator[Row]:
             }
 
 
-def trained() -> Iterator[Row]:
-    """Of each network that has learnt its task: its architecture and task, its layers, and those before training."""
+def trained(known: Mapping[tuple[str, int], Row | None]) -> Iterator[tuple[tuple[str, int], Row | None]]:
+    """Of each network its architecture with its number, and its row, or none if it has not learnt its task.
+
+    Args:
+        known: those that were trained before.
+    """
+    makers: dict[tuple[str, int], tuple[Callable[[], Network], Callable[[], nn.Module]]] = {}
     for i in range(SEEDS * len(KINDS)):
-        yield from _trained(list(KINDS)[i % len(KINDS)], lambda i=i: network(i), lambda i=i: _untrained(i))
+        makers[list(KINDS)[i % len(KINDS)], i] = (partial(network, i), partial(_untrained, i))
     for name, kind in SMALL.items():
-        yield from _trained(name, lambda name=name: small_network(name, 0), lambda kind=kind: _seeded(kind.make, 0))
+        makers[name, 0] = (partial(small_network, name, 0), partial(_seeded, kind.make, 0))
+    for key, (make, before) in makers.items():
+        yield key, known[key] if key in known else _trained(key[0], make, before)
 
 
-def _trained(name: str, make: Callable[[], Network], before: Callable[[], nn.Module]) -> Iterator[Row]:
+def _trained(name: str, make: Callable[[], Network], before: Callable[[], nn.Module]) -> Row | None:
     made = make()
     print(f"{name}: {made.score:.1f}{'' if made.learnt else ', has not learnt and is left out'}", file=sys.stderr)
-    if made.learnt:
-        row = {"source": "trained", "origin": made.task.name, "network": name, "architecture": name}
-        fresh = gonio.measure(before())
-        yield {
-            **row,
-            "score": round(made.score, 1),
-            "layers": layers_of(gonio.measure(made.model)),
-            "fresh": layers_of(fresh),
-        }
+    if not made.learnt:
+        return None
+    row = {"source": "trained", "origin": made.task.name, "network": name, "architecture": name}
+    after, fresh = layers_of(gonio.measure(made.model)), layers_of(gonio.measure(before()))
+    return {**row, "score": round(made.score, 1), "layers": after, "fresh": fresh}
+
+
+def resumed(found: Callable[..., Iterator[tuple[tuple[str, int], Row | None]]]) -> list[Row]:
+    """The rows of :func:`trained`, each of which is kept in `PART` as soon as it is there."""
+    lines = PART.read_text(encoding="utf-8").splitlines() if PART.exists() else []
+    known = {(name, number): row for name, number, row in map(json.loads, lines)}
+    rows = []
+    PART.parent.mkdir(exist_ok=True)
+    with PART.open("a", encoding="utf-8") as part:
+        for key, row in found(known):
+            if key not in known:
+                part.write(json.dumps([*key, row]) + "\n")
+                part.flush()
+            rows += [] if row is None else [row]
+    return rows
 
 
 def _seeded(make: Callable[[random.Random], nn.Module], seed: int) -> nn.Module:
@@ -225,7 +246,7 @@ def table(found: Row) -> str:
     ]
     for kind, of in made.items():
         ends = [of.figures.get(name) for name in TITLES]
-        cells = ["–" if end is None else f"{end[0]:.2g}–{end[-1]:.2g}" for end in ends]
+        cells = ["–" if end is None else f"{number(end[0], 2)}–{number(end[-1], 2)}" for end in ends]
         lines.append(f"| {kind} ({of.layers}) | {of.networks} ({of.architectures}) | {' | '.join(cells)} |")
     held = found["held_out"]
     lines += ["", f"| held out | {' | '.join(TITLES.values())} |", f"|---|{'--:|' * len(TITLES)}"]
@@ -256,7 +277,7 @@ def judged(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return {
         "shipped, inside": held_out(rows, "layers", "shipped"),
         "trained here, inside": held_out(rows, "layers", "trained"),
-        "shipped, inside bands of those trained here alone": held_out(rows, "layers", "shipped", "trained"),
+        "shipped, inside ranges of those trained here alone": held_out(rows, "layers", "shipped", "trained"),
         "before training, inside": held_out(rows, "fresh", "trained"),
     }
 
@@ -266,7 +287,7 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     if arguments[0] != "--bands":
-        rows = distinct([*shipped(Path(arguments[0])), *trained()])
+        rows = distinct([*shipped(Path(arguments[0])), *resumed(trained)])
         content: dict[str, Any] = {"versions": versions(), "held_out": {}, "networks": rows}
     else:
         content = json.loads(RESULT.read_text(encoding="utf-8"))
@@ -276,6 +297,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     RESULT.write_text(json.dumps(content) + "\n", encoding="utf-8")
     BANDS.write_text(content_of(content), encoding="utf-8")
+    PART.unlink(missing_ok=True)
     print(table(content))
     return 0
 

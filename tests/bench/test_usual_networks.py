@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("sklearn")
 
+from benchmarks import usual_networks
 from benchmarks.usual_networks import (
     BANDS,
     FIGURES,
@@ -57,6 +61,21 @@ def test_what_is_held_out_is_judged_by_the_others_alone() -> None:
         19 / 21
     )  # of those of the ends, 0 is below the 5th percentile of others
     assert held_out(rows, "fresh", "shipped") == {}
+
+
+def test_a_measurement_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual_networks, "PART", tmp_path / "part.jsonl")
+    trained: list[int] = []
+
+    def found(known: dict[tuple[str, int], object], last: int = 3) -> Iterator[tuple[tuple[str, int], object]]:
+        for i in range(last):
+            if ("a", i) not in known:
+                trained.append(i)
+            yield ("a", i), known.get(("a", i), row(f"a{i}", [1.0]) if i else None)
+
+    assert len(usual_networks.resumed(partial(found, last=2))) == 1  # the first one has not learnt
+    assert len(usual_networks.resumed(found)) == 2
+    assert trained == [0, 1, 2]
 
 
 def test_the_package_has_the_bands_of_the_results() -> None:
