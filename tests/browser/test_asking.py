@@ -75,6 +75,9 @@ def test_the_controls_of_a_chinese_page_are_in_chinese(visit: Visit) -> None:
     page.get_by_role("button", name="警告").click()
     assert set(names(page)) == set(FLAWED)
     page.get_by_role("combobox", name="层的类型").select_option("全部类型")
+    page.locator("#angles tr.open:not([hidden]) button").first.click()
+    assert "通常" in page.locator(".detail dd.range").first.inner_text()
+    assert page.locator(".detail p.note").inner_text().startswith("通常范围")
     page.keyboard.press("/")
     assert search.evaluate("(box) => box === document.activeElement")
 
@@ -86,6 +89,11 @@ def test_a_row_opens_with_all_that_the_page_has_on_it(page: Any) -> None:
     heads = page.locator(f"{FIRST} thead th, {SECOND} thead th").count() - 2
     assert detail.locator("dt").count() + detail.locator("figure").count() == heads
     assert "Initialise one of each pair anew" in detail.inner_text()
+    held = detail.locator("dd.range")
+    assert held.count() >= 5
+    assert set(held.evaluate_all("(all) => all.map((one) => one.classList[1])")) <= {"low", "usual", "high"}
+    assert all(re.search(r"usual,? .+ to .+", text) for text in held.all_inner_texts())
+    assert detail.locator("p.note").inner_text().startswith("Usual: from the 5th to the 95th percentile of")
     page.locator(f"{FIRST} tbody tr", has_text="head").locator("button").click()
     assert detail.count() == 1
     assert "filters 3 and 4" not in detail.inner_text()

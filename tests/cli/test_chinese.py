@@ -272,7 +272,7 @@ def test_a_table_has_the_columns_of_the_english_one_and_says_which_it_leaves_out
         " ".join(each.split())
         for each in (english.partition(said)[2], chinese.partition(f"宽度 {width} 列放不下，但导出与页面中有：")[2])
     ]
-    names = out[0].partition(" The same")[0].split(", ")
+    names = out[0].partition(" Beside trained")[0].split(", ")
     assert out[1].replace(" ", "").startswith("、".join(titles[name] for name in names).replace(" ", ""))
     assert ("d" in names) is (width == 80)
     assert {*head} | {*names} == {column.title for column in TABLES[""] if not column.requested}

@@ -12,6 +12,7 @@ from gonio.measuring.findings import rules
 from gonio.measuring.findings.rules import RULES, Finding
 from gonio.measuring.showing import columns, heads, training
 from gonio.measuring.showing.table import Column
+from gonio.measuring.showing.usual import explained
 from gonio.messages import LANGUAGES, fixed, local, say, tag
 
 TABLES: Mapping[str, tuple[Column[Any], ...]] = {
@@ -83,18 +84,20 @@ def _titles(column: Column[Any]) -> set[str]:
 
 
 def explained_columns(name: str) -> list[str]:
-    """One line for each column with this title or name, or else whose title begins the word; empty if there is none."""
+    """The columns with this title or name, or else whose title begins the word, and what is usual; empty if none."""
     word = name.strip().lower()
     every = [(of, column) for of, table in TABLES.items() for column in table]
     found = [(of, column) for of, column in every if word in _titles(column)]
     found = found or [(of, column) for of, column in every if word == column.name]
     long = [(of, column) for of, column in every if len(column.title) > 2]
     found = found or [(of, column) for of, column in long if word.startswith(column.title.lower().rstrip("."))]
-    return [
-        local(
-            say("{title} (of {of}): {explanation}", title=column.title, of=fixed(of), explanation=column.explanation)
+    lines = []
+    for of, column in found:
+        said = {"title": column.title, "explanation": column.explanation}
+        lines.append(
+            say("{title} (of {of}): {explanation}", of=fixed(of), **said)
             if of
-            else say("{title}: {explanation}", title=column.title, explanation=column.explanation)
+            else say("{title}: {explanation}", **said)
         )
-        for of, column in found
-    ]
+        lines += [] if of else explained(column.name)
+    return list(map(local, lines))

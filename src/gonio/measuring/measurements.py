@@ -17,6 +17,7 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.figures.usual import usual_of
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.findings.verdicts import first_of, verdict
 from gonio.measuring.reading.entry import FACTOR, LOW_RANK
@@ -25,6 +26,7 @@ from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIG
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
 from gonio.measuring.showing.table import Table, fitting, markdown_table, reasons, tensor_table
+from gonio.measuring.showing.usual import beside_trained, kinds_of
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages import made_by
 from gonio.pages.tables import bare_table, number
@@ -168,6 +170,7 @@ class Measurements(Table[TensorMeasurement]):
             if out := [column.title for column in columns if column not in wide]:
                 said = say("not in {width} columns, but in exports and pages: {names}", width=width, names=joined(out))
                 yield Text(local(said), style="dim")
+            yield Text(local(beside_trained(self.layers)), style="dim")
             yield Text("")
         if self.scale is not None:
             yield Text(local(_sentence(self.scale)))
@@ -228,6 +231,8 @@ class Measurements(Table[TensorMeasurement]):
             made=made_by(self.versions, command=command, date=date),
             angles=([c for c in columns if not c.spectral], angle_columns(shown)),
             spectra=([c for c in columns if c.spectral], SPECTRUM_COLUMNS),
+            usual=kinds_of(shown),
+            beside_trained=beside_trained(self.layers),
             signals=SIGNALS,
             attention=(heads.rows_of(self.heads), heads.shown_columns(self.heads)),
             scale=self.scale and _sentence(self.scale),
@@ -255,6 +260,7 @@ class Measurements(Table[TensorMeasurement]):
                 name: getattr(self, name)
                 for name in ("mixtures", "heads", "signals", "optimizer", "findings", "suppressed", "tensors")
             },
+            "usual": [one.exported(t.name) for t in self.layers if (one := usual_of(t)) is not None],
             "versions": self.versions,
         }
         return {key: json_data(value) for key, value in content.items()}

@@ -184,7 +184,7 @@
           const picture = cells[k + 1]?.querySelector("svg[data-ends]");
           const title = shownIn(head.firstElementChild);
           if (picture) pictures.append(larger(picture, title));
-          else if (cells[k + 1]) figures.append(make("div", {}, make("dt", {}, title, make("small", {}, head.dataset.tip ?? "")), make("dd", {}, shownIn(cells[k + 1]))));
+          else if (cells[k + 1]) figures.append(make("div", {}, make("dt", {}, title, make("small", {}, head.dataset.tip ?? "")), make("dd", {}, shownIn(cells[k + 1])), ...usual(cells[k + 1])));
         });
       }
       for (const code of this.codes.get(row.dataset.i) ?? []) {
@@ -195,9 +195,21 @@
       }
       const made = make("div", { class: "detail" });
       made.append(...[findings, pictures, figures].filter((part) => part.childElementCount));
+      const kind = row.dataset.kind ?? this.tables[0].at.get(row.dataset.i)?.dataset.kind;
+      const said = kind && all("dd [data-kind]", row.closest("section")).find((one) => one.dataset.kind === kind);
+      if (said) made.append(make("p", { class: "note" }, said.textContent));
       return made;
     }
   }
+
+  // The range of a figure in trained networks, below it.
+  const usual = (cell) => {
+    if (!cell.dataset.usual) return [];
+    const [low, high, place, figure] = cell.dataset.usual.split("|");
+    const said = { low: spoken("low", "unusually low; usual {} to {}"), high: spoken("high", "unusually high; usual {} to {}"), usual: spoken("usual", "usual, {} to {}") };
+    const shown = figure ? spoken("spread", "std/mean {}: ").replace("{}", figure) : "";
+    return [make("dd", { class: `range ${place}` }, shown + said[place].replace("{}", low).replace("{}", high))];
+  };
 
   const larger = (picture, title) => {
     const ends = picture.dataset.ends.split("|").map((end) => make("span", {}, end));
