@@ -29,8 +29,7 @@ from gonio.escaping import write_text
 from gonio.measuring.engines import versions
 from gonio.measuring.figures.tensor import FAILED
 from gonio.measuring.reading.entry import TensorEntry
-from gonio.measuring.reading.files_read import files_read
-from gonio.measuring.reading.source import CheckpointPart, Source
+from gonio.measuring.reading.source import CheckpointPart, Source, files_read
 from gonio.messages import Message, say
 
 SCHEMA = "gonio.cache/1"

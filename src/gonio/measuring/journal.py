@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError
-from gonio.measuring.reading.files_read import files_read
-from gonio.measuring.reading.source import CONFIGURATIONS, CheckpointPart
+from gonio.measuring.reading.source import CONFIGURATIONS, CheckpointPart, files_read
 
 SCHEMA = "gonio.journal/1"
 

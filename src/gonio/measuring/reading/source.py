@@ -40,11 +40,11 @@ from gonio.measuring.reading.entry import (
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
-from gonio.measuring.reading.kinds import OTHERS, open_single
+from gonio.measuring.reading.kinds import KINDS, OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
-from gonio.measuring.reading.shards import PART, open_parts, open_shards
+from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
 from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero, open_zero
@@ -371,6 +371,28 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
             names = listing([plain(file.name) for file in every], limit=8)
             raise UnreadableFileError(str(folder), say("it holds several: {names}", names=names), "Name one of them.")
     raise _no_checkpoint(folder)
+
+
+def files_read(source: Source) -> Iterator[tuple[str, Path]]:
+    """The files that a measurement reads, each with its name.
+
+    Raises: OSError for a source that is no file, or of a kind that is not kept.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        raise OSError("no file")
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    for file in files_in(path)[0] if path.is_dir() else [path]:
+        if file.is_dir() and (is_distributed(file) or is_zero(file)):
+            yield from ((each.relative_to(file).as_posix(), each) for each in sorted(file.rglob("*")) if each.is_file())
+        elif file.suffix == ".onnx" or not file.name.endswith(KINDS):
+            raise OSError("its values may lie in other files")
+        else:
+            yield file.name, file
+            if file.name.endswith(".index.json"):
+                shards = sorted({*weight_map(file)[0].values()})
+                yield from ((shard, file.parent / shard) for shard in shards if (file.parent / shard).exists())
+    yield from ((name, folder / name) for name in CONFIGURATIONS if (folder / name).is_file())
 
 
 def _no_checkpoint(folder: Path) -> UnreadableFileError:
