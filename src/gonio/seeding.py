@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +45,36 @@ def generator(seed: int, *names: str | int, device: torch.device | str = "cpu") 
         True
     """
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *names))
+
+
+_STATE = threading.Lock()
+
+
+@contextmanager
+def state_kept(devices: Sequence[torch.device | int] | None = ()) -> Iterator[None]:
+    """Whatever the block draws, the global generators of the CPU and of these devices are as before afterwards.
+
+    None for all devices of the accelerator.
+
+    As :func:`torch.random.fork_rng`, which can stop for good where two threads enter it: torch reads a state under a
+    lock of its own, and may wait there for the interpreter, which the other thread keeps while it waits for that lock.
+
+    Example:
+        >>> from gonio.seeding import state_kept
+        >>> before = torch.get_rng_state()
+        >>> with state_kept():
+        ...     drawn = torch.rand(3)
+        >>> torch.equal(before, torch.get_rng_state())
+        True
+    """
+    kept = torch.random.fork_rng(None if devices is None else [*devices])
+    with _STATE:
+        kept.__enter__()
+    try:
+        yield
+    finally:
+        with _STATE:
+            kept.__exit__(None, None, None)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from gonio.measuring.reading.source import CheckpointPart, absent
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.messages import say
 from gonio.models.by_name import ModelFactory, is_user_code
-from gonio.seeding import RandomInput
+from gonio.seeding import RandomInput, state_kept
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import fitting, outputs
 
@@ -37,7 +37,7 @@ def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
 
 def drawn(factory: ModelFactory, *, seed: int, **sizes: int) -> nn.Module:
     """A model of a factory; the same random weights for the same seed."""
-    with torch.random.fork_rng(devices=[]):
+    with state_kept():
         torch.manual_seed(seed)
         return factory(**sizes)
 
@@ -51,7 +51,7 @@ def build_of_width(spec: str, width: int, *, seed: int) -> nn.Module:
     """
     if not is_user_code(spec):
         raise InvalidArgumentError("--widths takes a file.py:factory of the width", f"{spec!r:.80}", "Write a factory.")
-    with users_code(spec), torch.random.fork_rng(devices=[]):
+    with users_code(spec), state_kept():
         torch.manual_seed(seed)
         model = models.resolve(spec).function(width)
     if not isinstance(model, nn.Module):

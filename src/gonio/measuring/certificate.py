@@ -20,7 +20,7 @@ from gonio.escaping import json_data, printed
 from gonio.geometry.views import why_not_dense
 from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
 from gonio.pages.tables import bare_table, number
-from gonio.seeding import generator
+from gonio.seeding import generator, state_kept
 from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of
 from gonio.surgery.graph import Graph, trace
 
@@ -184,7 +184,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
     if len(inputs) != 1:
         why = f"it takes {len(inputs)} inputs"
         raise NotApplicableError("certify", "", why, "Wrap it in a module that takes one.", action="bound")
-    with run_eagerly(network), torch.random.fork_rng(devices=[]):
+    with run_eagerly(network), state_kept():
         bounds = UpperBounds(graph)
         outputs = _outputs_of_one(bounds, points)
         if not torch.allclose(_flat(outputs), _flat(network(points[:1].clone())), rtol=1e-6, atol=1e-9, equal_nan=True):

@@ -20,6 +20,7 @@ from gonio.editing.where import sites
 from gonio.errors import first_line
 from gonio.execution import is_sharded
 from gonio.geometry.views import has_filters
+from gonio.seeding import state_kept
 from gonio.surgery.equivalent import call, examples_for
 from gonio.surgery.facts import TABLES
 
@@ -88,7 +89,7 @@ def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[str]:
     twin = _without_data(model).train(training)
     weighted = [site for site in sites(twin) if not isinstance(site.module, TABLES)]
     layers = {s.path: s.module for s in weighted if any(has_filters(s.module, n) for n in s.module._parameters)}
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
+    with torch.enable_grad(), state_kept(), ExitStack() as hooks:
         for path, layer in layers.items():
             hooks.enter_context(layer.register_forward_hook(partial(record, path)))
         outputs = call(twin, inputs)

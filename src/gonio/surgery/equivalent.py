@@ -22,7 +22,7 @@ from gonio.editing.twin import evaluating
 from gonio.editing.where import sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import Message, say
-from gonio.seeding import generator
+from gonio.seeding import generator, state_kept
 from gonio.surgery.facts import facts_of
 
 # Relative deviations of outputs that are rounding, by dtype: a few operations more than the same ones.
@@ -156,7 +156,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         if inputs and isinstance(inputs[0], Tensor):
             last[:] = [(path, module, inputs[0])]
 
-    with evaluating(model) as plain, torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
+    with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
         for site in sites(plain):
             if isinstance(site.module, (nn.Linear, *_CHANNELS)):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path)))
@@ -225,7 +225,7 @@ def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
         if isinstance(output, Tensor):
             dims.setdefault(path, set()).add(output.dim())
 
-    with evaluating(model) as plain, torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as hooks:
+    with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
         for site in sites(plain):
             if not site.module._modules:
                 hooks.enter_context(site.module.register_forward_hook(partial(record, site.path)))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.certified import nonnegative_norm
-from gonio.seeding import generator
+from gonio.seeding import generator, state_kept
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WEIGHTED = (nn.Linear, nn.Bilinear, *CONVOLUTIONS)
@@ -228,7 +228,7 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
         x, other = (100 * torch.randn(*shape, generator=random, dtype=torch.float64) for _ in range(2))
         shift = 1000 * torch.rand(1, shape[1], *[1] * (len(shape) - 2), generator=random, dtype=torch.float64)
         try:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with state_kept(), torch.no_grad():
                 first, doubled, shifted, apart = (twin.forward(each.clone()) for each in (x, 2 * x, x + shift, other))
         except Exception:
             continue

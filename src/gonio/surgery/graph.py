@@ -24,6 +24,7 @@ from gonio.editing.twin import twin_of
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
+from gonio.seeding import state_kept
 from gonio.surgery.facts import (
     ACTIVATIONS,
     CONVOLUTIONS,
@@ -357,7 +358,7 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
     """
     model, tracer = unwrapped(model), _Tracer()
     try:
-        with _TRACING, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with _TRACING, state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
             twin = twin_of(model)
             if training is not None:

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.messages import say
+from gonio.seeding import state_kept
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call, fitting
 from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tensors_of
@@ -391,7 +392,7 @@ class Recorder(Products):
 def record(model: nn.Module, example: Any) -> Recording:
     """Run a model in evaluation mode on its twin, and record it."""
     with fitting(model, example, "example="), evaluating(model) as plain, torch.enable_grad(), ExitStack() as ends:
-        ends.enter_context(torch.random.fork_rng(devices=[]))
+        ends.enter_context(state_kept())
         ends.enter_context(sdpa_kernel(SDPBackend.MATH))  # the one with second derivatives
         recorder = Recorder(plain)
         for site in sites(plain):

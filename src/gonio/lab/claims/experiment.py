@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from gonio.errors import GonioError, InvalidArgumentError, StudyError
 from gonio.escaping import write_text
 from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
@@ -28,6 +26,7 @@ from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
 from gonio.models.by_name import code_digests
 from gonio.recipes.document import parse, read
+from gonio.seeding import state_kept
 
 # Where the data of a task lie that is no part of the package, unless --data says so.
 _WHERE = {
@@ -118,7 +117,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         measure=measure,
         metrics={task.metric.name: task.metric.unit} if trained(measured) else {},
     )
-    with torch.random.fork_rng(devices=[]):
+    with state_kept():
         for arm, entry in zip(arms, plan.recipes, strict=True):  # a rule without a layer is an error now
             arm.built_recipe.plan(plan.fresh_model(entry, task.sizes))
     return plan

@@ -23,6 +23,7 @@ from gonio.models import resolve as resolve_model
 from gonio.models.by_name import check_named, code_digests, is_user_code
 from gonio.optim.named import DECAYS, OPTIMIZERS
 from gonio.recipes import BASELINE, Recipe
+from gonio.seeding import state_kept
 
 # One per seed system, in the order of the systems.
 BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "self-orthogonality", "scale-shift")
@@ -78,7 +79,7 @@ def make_plan(
     workers = data.workers if workers is None else workers
     _check_paired(data, chosen, workers)
     _check_further(data, robust=robust, tune=tune)
-    with torch.random.fork_rng(devices=[]):  # factories draw; the caller's generator keeps its state
+    with state_kept():  # factories draw; the caller's generator keeps its state
         net = resolve_model(spec)(**data.sizes)
     chance = _chance(data, _checked_outputs(net, spec, data))
     fitting, left_out = _chosen(recipes, data, net)

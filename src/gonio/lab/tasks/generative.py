@@ -15,7 +15,7 @@ from gonio.lab.plan import TrainingConfig
 from gonio.lab.tasks.built_in import built_in
 from gonio.lab.tasks.task import Metric, Split, Task
 from gonio.models.generative import gan_loss, negative_elbo
-from gonio.seeding import generator
+from gonio.seeding import generator, state_kept
 
 _TRAIN, _VALIDATION = 1000, 1400  # of the 1,797 images: up to here train, validation
 _FEATURES, _FEATURE_STEPS = 32, 300
@@ -110,7 +110,7 @@ def _root(matrix: np.ndarray) -> np.ndarray:
 def _classifier() -> nn.Sequential:
     """A classifier of the training images; torch's global generator stays as it is."""
     images, labels = (each[:_TRAIN] for each in _images())
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with state_kept(), torch.enable_grad():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, _FEATURES), nn.ReLU(), nn.Linear(_FEATURES, 10))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gonio.errors import InvalidArgumentError
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.seeding import derive_seed, generator
+from gonio.seeding import derive_seed, generator, state_kept
 from gonio.system import loader_context
 
 Batch = tuple[Tensor, Tensor]
@@ -342,7 +342,7 @@ def kept_generators(devices: Sequence[int] | None = None) -> Iterator[None]:
     """Restore the states of the global generators at the end of the block: of the CPU, and of all devices or these."""
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
-        with torch.random.fork_rng(devices):
+        with state_kept(devices):
             yield
     finally:
         random.setstate(python)
