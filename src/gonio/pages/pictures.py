@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -21,6 +21,7 @@ from gonio.pages.picture import Area, Axis, Dots, Line, Mark, Picture, Values, f
 from gonio.pages.tables import number
 
 Floats = NDArray[np.float64]
+Function = Callable[[torch.Tensor], torch.Tensor]
 
 _BARS = 32  # of the histogram of one layer, at most
 _QUANTILES = 17  # of a spectrum
@@ -32,6 +33,34 @@ _COLUMNS = 6  # arms that are shown beside each other, at most
 def colors(names: Iterable[str]) -> dict[str, str]:
     """A colour per name, in order; the first, which the others are compared with, is grey."""
     return {name: "base" if at == 0 else f"c{(at - 1) % 7 + 1}" for at, name in enumerate(names)}
+
+
+# --- functions -----------------------------------------------------------------------------------------
+
+
+def curves(xs: Sequence[float], lines: Mapping[str, Sequence[float]], *, x: Axis, y: str, title: str) -> Picture:
+    """Lines over one axis, with a thin one at 0 where they cross it; a name of a line is its entry in the legend."""
+    low, high = fitted(value for ys in lines.values() for value in ys)
+    zero = (Line([x.low, x.high], [0.0, 0.0], "rule", 0.8),) if low < 0 < high else ()
+    drawn = (Line(xs, ys, f"c{i % 7 + 1}", label=name) for i, (name, ys) in enumerate(lines.items()))
+    return Picture(title, x, Axis(low, high, y), (*drawn, *zero))
+
+
+def angular(functions: Mapping[str, Function]) -> Picture:
+    """Angular activations g over the angle in degrees."""
+    degrees = [float(degree) for degree in range(181)]
+    angle = torch.linspace(0, math.pi, 181, dtype=torch.float64)
+    lines = {name: function(angle).tolist() for name, function in functions.items()}
+    x = Axis(0.0, 180.0, say("angle θ [°]"), ticks=tuple((float(at), str(at)) for at in range(0, 181, 30)))
+    return curves(degrees, lines, x=x, y="g(θ)", title=say("angular activation over the angle"))
+
+
+def magnitude(functions: Mapping[str, Function], *, reach: float = 4.0) -> Picture:
+    """Magnitude functions h over norms up to `reach`."""
+    norm = torch.linspace(0, reach, 241, dtype=torch.float64)
+    lines = {name: function(norm).tolist() for name, function in functions.items()}
+    x = Axis(0.0, reach, say("norm ‖x‖"))
+    return curves(norm.tolist(), lines, x=x, y="h(‖x‖)", title=say("magnitude over the norm of the input"))
 
 
 # --- angles and spectra --------------------------------------------------------------------------------
