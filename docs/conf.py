@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from importlib.metadata import version as installed_version
-from inspect import getdoc, ismodule
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 from sphinx.writers.html5 import HTML5Translator
 
-import gonio
-
 FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER))
+
+import reference_pages  # noqa: E402
 
 project, author, copyright = "gonio", "The authors of gonio", "2026, the authors of gonio"
 release = version = installed_version("gonio")
@@ -43,47 +44,15 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs", "Source"]
 
 
-def _index(packages: dict[str, Any]) -> str:
-    """Every public name with one line, by package."""
-    lines = ["# API reference", ""]
-    for name, package in sorted(packages.items()):
-        members = [(item, getattr(package, item)) for item in sorted(package.__all__, key=str.lower)]
-        if name != "gonio":
-            members = [(item, member) for item, member in members if item not in gonio.__all__]
-        rows = [f"| {{py:obj}}`{item} <{name}.{item}>` | {_first_line(member)} |" for item, member in members
-                if not ismodule(member) and item != "__version__"]  # fmt: skip
-        lines += [f"## [{name}]({name}.md)", "", _first_line(package), ""]
-        lines += ["| name | what it is |", "|---|---|", *rows, ""]
-    return "\n".join([*lines, "```{toctree}", ":hidden:", "", *packages, "```", ""])
-
-
-def _first_line(member: Any) -> str:
-    """The first sentence of a docstring; that of its class for a constant."""
-    text = re.sub(r":math:`([^`]+)`", r"$\1$", (getdoc(member) or "").partition("\n\n")[0])
-    return re.sub(r":\w+:`[~!]?\.?([^`<]+)(?: <[^>]+>)?`", r"`\1`", " ".join(text.split())).replace("|", "\\|")
-
-
-# Results are tables, whose exports are methods of a base that is not public.
-OF_TABLES = "   :inherited-members: Mapping, BaseException\n"
-
-
 def write_reference(app: Sphinx) -> None:
-    """One page per public package; a name that `gonio` itself exports is described on its page only."""
+    """Write the pages of the reference; one that did not change is left, as Sphinx reads what is newer."""
     folder = FOLDER / "reference"
     folder.mkdir(exist_ok=True)
-    packages = {f"gonio.{name}": getattr(gonio, name) for name in gonio.__all__ if ismodule(getattr(gonio, name))}
-    packages |= {"gonio.nn.angular": gonio.nn.angular, "gonio.nn.magnitude": gonio.nn.magnitude}
-    pages = {"gonio": f"   :members:\n{OF_TABLES}", "index": ""}
-    for name, package in sorted(packages.items()):
-        hidden = [item for item in package.__all__ if item in gonio.__all__ or ismodule(getattr(package, item))]
-        inherited = OF_TABLES if package is gonio.measuring else ""
-        pages[name] = f"   :members:\n{inherited}   :exclude-members: {', '.join(hidden)}\n"
-    for name, options in pages.items():
-        text = f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n{options}```\n"
-        if name == "index":
-            text = _index({"gonio": gonio, **packages})
-        page = folder / f"{name}.md"
-        if not page.exists() or page.read_text(encoding="utf-8") != text:  # Sphinx reads what is newer
+    written = {folder / f"{name}.md": text for name, text in reference_pages.pages().items()}
+    for old in set(folder.glob("*.md")) - written.keys():
+        old.unlink()
+    for page, text in written.items():
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
             page.write_text(text, encoding="utf-8")
 
 
@@ -150,6 +119,23 @@ def name_parts(app: Sphinx, pagename: str, templatename: str, context: dict[str,
         context["language"] = "zh-CN"
 
 
+TREES: dict[tuple[str, str], str] = {}
+
+
+def one_sidebar(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Draw the sidebar of pages that are not in it once per folder: there are many, and it takes 0.1 s for each."""
+    if "toctree" in context and "orphan" in app.env.metadata.get(pagename, {"orphan": ""}):
+        folder, tree = pagename.rpartition("/")[0], context["toctree"]
+
+        def drawn(**options: Any) -> str:
+            key = folder, repr(options)
+            if key not in TREES:
+                TREES[key] = tree(**options)
+            return TREES[key]
+
+        context["toctree"] = drawn
+
+
 class SearchWords(SearchEnglish):
     """English words; of Chinese, which has no spaces between words, every two neighbouring characters."""
 
@@ -200,4 +186,5 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
     app.connect("builder-inited", write_reference)
     app.connect("html-page-context", name_parts)
+    app.connect("html-page-context", one_sidebar, priority=400)  # before the theme
     app.connect("autodoc-process-docstring", sections_on_one_line, priority=400)  # before napoleon
