@@ -57,18 +57,22 @@ def write_reference(app: Sphinx) -> None:
 
 
 SECTION = re.compile(r"^(Shape|Invariances|Cost|Folding|Differs|Returns|Raises|Source|References|See also|Note): (.+)")
+RAISED = re.compile(r"^(\w*Error) ((?:if|for|as|where|without|of|later)\b)")
 MARKUP = re.compile(r"(?<![*`\\])\*(?=[a-z])|\|(?=[\w −]+\|)|(?<=\w)\|(?![\w|])|(?<=[a-z])_(?=…)")
 
 
 def sections_on_one_line(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Docstrings may have a short section on the line of its name, and `*` and `|` as plain characters."""
     made: list[str] = []
+    inside = False  # such a section, whose next lines may be as far left as its name
     for line in lines:
         found = SECTION.match(line)
         if found:
-            made += ["", f"{found[1]}:", f"    {found[2]}"]
-            continue
-        made.append(line)
+            text = RAISED.sub(r"\1: \2", found[2]) if found[1] == "Raises" else found[2]
+            made += ["", f"{found[1]}:", f"    {text}"]
+        else:
+            made.append(f"    {line}" if inside and line.strip() and not line.startswith(" ") else line)
+        inside = bool(found) or (inside and bool(line.strip()))
     code = False
     for i, line in enumerate(made):
         code = line.lstrip().startswith((">>>", "...")) or (code and bool(line.strip()))
@@ -96,6 +100,7 @@ UNNAMED = (
     (r'<th class="head"><p>\s*</p></th>|<th class="head">\s*</th>', "<td></td>"),
     (r'(<div id="search-results">)', r"<h1>Search</h1>\1"),
 )
+TITLE = re.compile(r"<h1>([\w.]+)<")  # of a page of the reference: a long name, which breaks between its words
 # The parameters of a long signature: a list of definitions without a word that is defined.
 PARAMETERS = re.compile(r'<dl>\s*((?:<dd><em class="sig-param">.*?</dd>\s*)+)</dl>', re.DOTALL)
 LABELS = {
@@ -108,6 +113,7 @@ def accessible(html: str, language: str) -> str:
     """A page of the theme with the names and levels that screen readers need."""
     for found, named in UNNAMED:
         html = re.sub(found, named.format_map(LABELS[language]), html)
+    html = TITLE.sub(lambda m: f"<h1>{re.sub(r'(?<=[.])(?=[A-Za-z])|(?<=[a-z])(?=[A-Z])', '<wbr>', m[1])}<", html)
     return PARAMETERS.sub(lambda m: m[1].replace("<dd>", '<div class="parameter">').replace("</dd>", "</div>"), html)
 
 

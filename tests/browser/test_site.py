@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from browser.test_narrow import BROKEN
 from docs.pages import ROOT, builder_of
 
 DOCS = ROOT / "docs"
@@ -117,6 +118,12 @@ def show(site: Path, chromium: Any) -> Any:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
+def test_a_long_name_breaks_between_its_words(show: Callable[..., Any]) -> None:
+    page = show("reference/gonio.nn.DecoupledConv2d.html", 390)
+    assert page.locator("h1 wbr").count() == 2
+    assert page.evaluate(BROKEN) == []
+
+
 @pytest.mark.parametrize(
     "name", ["index.html", "api.html", "zh/page.html", "search.html", *(f"reference/{name}.html" for name in METHODS)]
 )
