@@ -26,8 +26,7 @@ from gonio.pages.picture import svg
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]  # for this folder's modules and `benchmarks`
 
-from benchmarks.results import Ratio, path_of  # noqa: E402
-from benchmarks.tables import ratio  # noqa: E402
+from benchmarks.results import Ratio, path_of, ratio  # noqa: E402
 from reference_pictures import PICTURES  # noqa: E402
 
 # Results are tables, whose exports are methods of a base that is not public.
