@@ -97,10 +97,12 @@ def packages() -> dict[str, Any]:
 
 
 def members(package: Any) -> dict[str, Any]:
-    """The public names of a package by their full name; what `gonio` itself exports belongs to it alone."""
-    own = package is gonio
-    return {f"{package.__name__}.{name}": getattr(package, name) for name in sorted(package.__all__, key=str.lower)
-            if not ismodule(getattr(package, name)) and (own or name not in gonio.__all__)}  # fmt: skip
+    """The public names of a package by their full name; what `gonio` itself or `gonio.errors` exports is theirs."""
+    theirs = () if package is gonio else gonio.__all__
+    theirs = theirs if package in (gonio, gonio.errors) else (*theirs, *gonio.errors.__all__)
+    names = [name for name in sorted(package.__all__, key=str.lower) if name not in theirs]
+    found = {f"{package.__name__}.{name}": getattr(package, name) for name in names}
+    return {name: member for name, member in found.items() if not ismodule(member)}
 
 
 def has_page(package: Any, member: Any) -> bool:
@@ -225,9 +227,8 @@ def page_of(package: Any, name: str, member: Any) -> str:
 def package_page(package: Any) -> str:
     """What a package is, its names with one line each, and what has no page of its own."""
     own = {name: member for name, member in members(package).items() if has_page(package, member)}
-    kept = () if package is gonio else gonio.__all__
-    hidden = [*(name.rpartition(".")[2] for name in own),
-              *(name for name in package.__all__ if name in kept or ismodule(getattr(package, name)))]  # fmt: skip
+    here = {name.rpartition(".")[2] for name in members(package).keys() - own.keys()}
+    hidden = [name for name in package.__all__ if name not in here]
     directive = f".. automodule:: {package.__name__}\n   :members:\n   :exclude-members: {', '.join(hidden)}\n"
     text = f"# {package.__name__}\n\n```{{eval-rst}}\n{directive}```\n"
     if own:
