@@ -19,8 +19,9 @@ from gonio.cli.helping import paragraphs_of
 from gonio.lab.claims import load_claims
 from gonio.lab.claims.claim import SCOPES
 from gonio.lab.claims.result import WORDS
+from gonio.lab.running.measures import measures
 from gonio.lab.showing import tables
-from gonio.lab.showing.claims import _MARKS
+from gonio.lab.showing.claims import _MARKS, measured_text
 from gonio.measuring.figures.heads import ROLES
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "gonio"
@@ -81,6 +82,7 @@ def marked() -> dict[str, str]:
     for claim in load_claims():  # what the page and its charts say of a claim
         said = (claim.differs, claim.axis, claim.measure.replace("_", " "))
         found |= dict.fromkeys((text for text in said if text), "claims/catalog")
+    found |= dict.fromkeys((measured_text(spec.summary) for spec in measures().values()), "lab/running/measures")
     findings = SOURCE / "measuring" / "findings"
     codes = {"rules.yaml": ("level", "source", "batch"), "remedies.yaml": ("verb", "reads", "package")}
     for name, plainly in codes.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -60,6 +61,7 @@ def claims_html(found: ClaimResults) -> str:
         for one in found.results
     ]
     page = {"found": found, "shown": shown, "seeds": SEEDS, "scopes": SCOPES, "sentence_of": sentence_of}
+    page["measured_text"] = measured_text
     return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
@@ -231,7 +233,7 @@ def arm_table(found: ClaimResult) -> TextTable:
             say("{arm} (judged)", arm=arm) if arm in found.contrast and len(found.scores) > 2 else arm,
             f"{found.mean(arm):.4g}",
             *((f"{statistics.fmean(aside[arm].values()):.4g}" if aside.get(arm) else "–",) if aside else ()),
-            say("{least} to {most}", least=f"{min(values.values()):.4g}", most=f"{max(values.values()):.4g}"),
+            say("{low} to {high}", low=f"{min(values.values()):.4g}", high=f"{max(values.values()):.4g}"),
         )
         for arm, values in judged.scores.items()
         if values
@@ -241,6 +243,14 @@ def arm_table(found: ClaimResult) -> TextTable:
     task = (score or say("task score"),) if aside else ()
     seeds = say("range of {seeds}", seeds=counted(found.evidence.n, "seed"))
     return TextTable(say("Scores"), (say("arm"), mean, *task, seeds), tuple(rows))
+
+
+def measured_text(summary: str) -> Message:
+    """What a measure is, by the first sentence of its docstring, without the marks of its source."""
+    return fixed(_ROLE.sub("", summary).replace("`", ""))
+
+
+_ROLE = re.compile(r":\w+:(?=`)")
 
 
 def cost_text(found: ClaimResult) -> str:

@@ -236,7 +236,9 @@ class Layer:
 
 
 def _norms(norms: Sequence[float]) -> tuple[str, str]:
-    return (number(norms[len(norms) // 2]), f"{number(norms[0])} to {number(norms[-1])}") if norms else ("–", "–")
+    if not norms:
+        return "–", "–"
+    return number(norms[len(norms) // 2]), say("{low} to {high}", low=number(norms[0]), high=number(norms[-1]))
 
 
 def _distance(a: Pooled, b: Pooled, edges: Floats) -> float:
