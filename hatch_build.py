@@ -1,4 +1,4 @@
-"""The published metadata: addresses of the project, and the README with absolute links, as a package index needs them.
+"""The published metadata: addresses of the project, and the README with absolute links and badges, for a package index.
 
 The address is set in one place, `[tool.hatch.metadata.hooks.custom] repository` of pyproject.toml; the variable
 GONIO_REPOSITORY, which the release workflow sets to the repository that it runs in, takes its place. Without either the
@@ -30,6 +30,17 @@ def absolute(text: str, repository: str, tag: str) -> str:
     return PICTURE.sub(lambda found: f'{found[1]}{repository}/raw/{tag}/{found[2]}"', text)
 
 
+def with_badges(text: str, repository: str) -> str:
+    """A page with the states of its workflows below its title, from the repository's own address.
+
+    The README itself has none: without an address a badge is a broken picture.
+    """
+    title, _, rest = text.partition("\n")
+    names = {"Tests": "tests", "Weekly": "weekly"}  # the titles and the files of the workflows
+    flows = {name: f"{repository}/actions/workflows/{file}.yml" for name, file in names.items()}
+    return f"{title}\n\n{' '.join(f'[![{name}]({flow}/badge.svg)]({flow})' for name, flow in flows.items())}\n{rest}"
+
+
 def urls(repository: str, tag: str) -> dict[str, str]:
     return {
         "Repository": repository,
@@ -50,7 +61,7 @@ class CustomMetadataHook(MetadataHookInterface):
             raise ValueError('src/gonio/__init__.py has no line __version__ = "…"')
         repository = (os.environ.get("GONIO_REPOSITORY") or self.config.get("repository", "")).rstrip("/")
         if repository:
-            text = absolute(text, repository, f"v{version[1]}")
+            text = with_badges(absolute(text, repository, f"v{version[1]}"), repository)
             metadata["urls"] = urls(repository, f"v{version[1]}")
         else:
             metadata["urls"] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-__all__ = ["FOLDER", "Key", "Measured", "Ratio", "Report", "RowResult", "merged", "path_of", "read", "write"]
+__all__ = ["FOLDER", "Key", "Measured", "Ratio", "Report", "RowResult", "merged", "path_of", "ratio", "read", "write"]
 
 FOLDER = Path(__file__).resolve().parent / "results"
 Key = tuple[str, str, str]  # table, case and mode, which together name a row
@@ -29,6 +29,11 @@ class Ratio:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
+
+
+def ratio(found: Ratio) -> str:
+    """Median and quartiles."""
+    return f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
 @dataclass(frozen=True)

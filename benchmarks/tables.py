@@ -22,6 +22,7 @@ from benchmarks import (
     files,
     fine_tuning,
     large_checkpoints,
+    live_page,
     optimizer_states,
     orthogonal_conv,
     other_ways,
@@ -31,17 +32,12 @@ from benchmarks import (
     study,
     usual_networks,
 )
-from benchmarks.results import FOLDER, Key, Measured, Ratio, Report, RowResult, path_of, read
+from benchmarks.results import FOLDER, Key, Measured, Report, RowResult, path_of, ratio, read
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- benchmark (?P<ask>[^>]+?) -->\n).*?(\n?<!-- /benchmark -->)", flags=re.S)
 MISSING = "*No such rows were measured: `make bench`.*"
 Cell = Callable[[Measured, RowResult], str]
-
-
-def ratio(found: Ratio) -> str:
-    """Median and quartiles."""
-    return f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f})"
 
 
 def memory_cell(measured: Measured, row: RowResult) -> str:
@@ -65,6 +61,7 @@ _MODULES = (
     files,
     fine_tuning,
     large_checkpoints,
+    live_page,
     optimizer_states,
     orthogonal_conv,
     other_ways,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from importlib.metadata import version as installed_version
-from inspect import getdoc, ismodule
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 from sphinx.writers.html5 import HTML5Translator
 
-import gonio
-
 FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER))
+
+import reference_pages  # noqa: E402
 
 project, author, copyright = "gonio", "The authors of gonio", "2026, the authors of gonio"
 release = version = installed_version("gonio")
@@ -43,63 +44,35 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shape", "Invariances", "Cost", "Folding", "Differs", "Source"]
 
 
-def _index(packages: dict[str, Any]) -> str:
-    """Every public name with one line, by package."""
-    lines = ["# API reference", ""]
-    for name, package in sorted(packages.items()):
-        members = [(item, getattr(package, item)) for item in sorted(package.__all__, key=str.lower)]
-        if name != "gonio":
-            members = [(item, member) for item, member in members if item not in gonio.__all__]
-        rows = [f"| {{py:obj}}`{item} <{name}.{item}>` | {_first_line(member)} |" for item, member in members
-                if not ismodule(member) and item != "__version__"]  # fmt: skip
-        lines += [f"## [{name}]({name}.md)", "", _first_line(package), ""]
-        lines += ["| name | what it is |", "|---|---|", *rows, ""]
-    return "\n".join([*lines, "```{toctree}", ":hidden:", "", *packages, "```", ""])
-
-
-def _first_line(member: Any) -> str:
-    """The first sentence of a docstring; that of its class for a constant."""
-    text = re.sub(r":math:`([^`]+)`", r"$\1$", (getdoc(member) or "").partition("\n\n")[0])
-    return re.sub(r":\w+:`[~!]?\.?([^`<]+)(?: <[^>]+>)?`", r"`\1`", " ".join(text.split())).replace("|", "\\|")
-
-
-# Results are tables, whose exports are methods of a base that is not public.
-OF_TABLES = "   :inherited-members: Mapping, BaseException\n"
-
-
 def write_reference(app: Sphinx) -> None:
-    """One page per public package; a name that `gonio` itself exports is described on its page only."""
+    """Write the pages of the reference; one that did not change is left, as Sphinx reads what is newer."""
     folder = FOLDER / "reference"
     folder.mkdir(exist_ok=True)
-    packages = {f"gonio.{name}": getattr(gonio, name) for name in gonio.__all__ if ismodule(getattr(gonio, name))}
-    packages |= {"gonio.nn.angular": gonio.nn.angular, "gonio.nn.magnitude": gonio.nn.magnitude}
-    pages = {"gonio": f"   :members:\n{OF_TABLES}", "index": ""}
-    for name, package in sorted(packages.items()):
-        hidden = [item for item in package.__all__ if item in gonio.__all__ or ismodule(getattr(package, item))]
-        inherited = OF_TABLES if package is gonio.measuring else ""
-        pages[name] = f"   :members:\n{inherited}   :exclude-members: {', '.join(hidden)}\n"
-    for name, options in pages.items():
-        text = f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n{options}```\n"
-        if name == "index":
-            text = _index({"gonio": gonio, **packages})
-        page = folder / f"{name}.md"
-        if not page.exists() or page.read_text(encoding="utf-8") != text:  # Sphinx reads what is newer
+    written = {folder / f"{name}.md": text for name, text in reference_pages.pages().items()}
+    for old in set(folder.glob("*.md")) - written.keys():
+        old.unlink()
+    for page, text in written.items():
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
             page.write_text(text, encoding="utf-8")
 
 
 SECTION = re.compile(r"^(Shape|Invariances|Cost|Folding|Differs|Returns|Raises|Source|References|See also|Note): (.+)")
+RAISED = re.compile(r"^(\w*Error) ((?:if|for|as|where|without|of|later)\b)")
 MARKUP = re.compile(r"(?<![*`\\])\*(?=[a-z])|\|(?=[\w −]+\|)|(?<=\w)\|(?![\w|])|(?<=[a-z])_(?=…)")
 
 
 def sections_on_one_line(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Docstrings may have a short section on the line of its name, and `*` and `|` as plain characters."""
     made: list[str] = []
+    inside = False  # such a section, whose next lines may be as far left as its name
     for line in lines:
         found = SECTION.match(line)
         if found:
-            made += ["", f"{found[1]}:", f"    {found[2]}"]
-            continue
-        made.append(line)
+            text = RAISED.sub(r"\1: \2", found[2]) if found[1] == "Raises" else found[2]
+            made += ["", f"{found[1]}:", f"    {text}"]
+        else:
+            made.append(f"    {line}" if inside and line.strip() and not line.startswith(" ") else line)
+        inside = bool(found) or (inside and bool(line.strip()))
     code = False
     for i, line in enumerate(made):
         code = line.lstrip().startswith((">>>", "...")) or (code and bool(line.strip()))
@@ -127,6 +100,7 @@ UNNAMED = (
     (r'<th class="head"><p>\s*</p></th>|<th class="head">\s*</th>', "<td></td>"),
     (r'(<div id="search-results">)', r"<h1>Search</h1>\1"),
 )
+TITLE = re.compile(r"<h1>([\w.]+)<")  # of a page of the reference: a long name, which breaks between its words
 # The parameters of a long signature: a list of definitions without a word that is defined.
 PARAMETERS = re.compile(r'<dl>\s*((?:<dd><em class="sig-param">.*?</dd>\s*)+)</dl>', re.DOTALL)
 LABELS = {
@@ -139,6 +113,7 @@ def accessible(html: str, language: str) -> str:
     """A page of the theme with the names and levels that screen readers need."""
     for found, named in UNNAMED:
         html = re.sub(found, named.format_map(LABELS[language]), html)
+    html = TITLE.sub(lambda m: f"<h1>{re.sub(r'(?<=[.])(?=[A-Za-z])|(?<=[a-z])(?=[A-Z])', '<wbr>', m[1])}<", html)
     return PARAMETERS.sub(lambda m: m[1].replace("<dd>", '<div class="parameter">').replace("</dd>", "</div>"), html)
 
 
@@ -148,6 +123,23 @@ def name_parts(app: Sphinx, pagename: str, templatename: str, context: dict[str,
     context["accessible"] = lambda html: accessible(html, "zh" if chinese else "en")
     if chinese:
         context["language"] = "zh-CN"
+
+
+TREES: dict[tuple[str, str], str] = {}
+
+
+def one_sidebar(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Draw the sidebar of pages that are not in it once per folder: there are many, and it takes 0.1 s for each."""
+    if "toctree" in context and "orphan" in app.env.metadata.get(pagename, {"orphan": ""}):
+        folder, tree = pagename.rpartition("/")[0], context["toctree"]
+
+        def drawn(**options: Any) -> str:
+            key = folder, repr(options)
+            if key not in TREES:
+                TREES[key] = tree(**options)
+            return TREES[key]
+
+        context["toctree"] = drawn
 
 
 class SearchWords(SearchEnglish):
@@ -200,4 +192,5 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
     app.connect("builder-inited", write_reference)
     app.connect("html-page-context", name_parts)
+    app.connect("html-page-context", one_sidebar, priority=400)  # before the theme
     app.connect("autodoc-process-docstring", sections_on_one_line, priority=400)  # before napoleon

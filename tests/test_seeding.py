@@ -49,5 +49,5 @@ def test_threads_that_keep_the_random_state_do_not_wait_for_each_other_for_good(
 @pytest.mark.slow
 def test_those_of_torch_do() -> None:
     """Negative control; once it fails, torch's own context is enough."""
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(subprocess.TimeoutExpired, match="timed out after 60 seconds"):
         in_threads("torch", 10, 60)

@@ -21,6 +21,7 @@ __all__ = [
     "AlreadyAppliedError",
     "ConfigError",
     "GonioError",
+    "GonioWarning",
     "Interrupted",
     "InvalidArgumentError",
     "MissingExtraError",
@@ -52,6 +53,10 @@ class GonioError(Exception):
         reduced: Any = super().__reduce__()
         kind, arguments, *state = reduced  # the arguments are the message, not those of the constructor
         return copyreg.__newobj__, (kind, *arguments), *state  # type: ignore[attr-defined]
+
+
+class GonioWarning(UserWarning):
+    """Category of all warnings of gonio: something that was set up had no effect, or an input is damaged."""
 
 
 def closest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:

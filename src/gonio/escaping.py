@@ -196,6 +196,41 @@ _TEX = {
     "±": r"$\pm$",
     "×": r"$\times$",
     "–": "--",
+    "…": r"\ldots{}",
+    **{
+        character: f"${command}$"
+        for character, command in {
+            "‖": r"\|",
+            "√": r"\surd",
+            "∇": r"\nabla",
+            "≥": r"\geq",
+            "≤": r"\leq",
+            "⟨": r"\langle",
+            "⟩": r"\rangle",
+            "α": r"\alpha",
+            "β": r"\beta",
+            "γ": r"\gamma",
+            "ε": r"\varepsilon",
+            "η": r"\eta",
+            "θ": r"\theta",
+            "λ": r"\lambda",
+            "μ": r"\mu",
+            "π": r"\pi",
+            "ρ": r"\rho",
+            "σ": r"\sigma",
+            "Σ": r"\Sigma",
+            "≈": r"\approx",
+            "→": r"\to",
+            "∞": r"\infty",
+            "·": r"\cdot",
+            "₁": "_1",
+            "₂": "_2",
+            "⁻": "^-",
+            "⁰": "^0",
+            "²": "^2",
+            "³": "^3",
+        }.items()
+    },
 }
 
 

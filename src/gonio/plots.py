@@ -206,12 +206,7 @@ def angular(function: Function, *, ax: Axes | None = None) -> Figure:
         >>> gonio.plots.angular(gonio.nn.angular.Cosine()).axes[0].get_ylabel()
         'g(θ)'
     """
-    axes = _axes(ax)
-    angle = torch.linspace(0, math.pi, 181, dtype=torch.float64)
-    axes.plot(torch.rad2deg(angle), function(angle))
-    axes.axhline(0, color="0.8", linewidth=0.8)
-    axes.set(xlabel="angle θ [°]", ylabel="g(θ)", title=repr(function), xlim=(0, 180))
-    return _figure(axes)
+    return _drawn(pictures.angular({"": function}), ax, repr(function))
 
 
 def magnitude(function: Function, *, reach: float = 4.0, ax: Axes | None = None) -> Figure:
@@ -221,11 +216,7 @@ def magnitude(function: Function, *, reach: float = 4.0, ax: Axes | None = None)
         >>> gonio.plots.magnitude(gonio.nn.magnitude.Tanh()).axes[0].get_ylabel()
         'h(‖x‖)'
     """
-    axes = _axes(ax)
-    norm = torch.linspace(0, reach, 241, dtype=torch.float64)
-    axes.plot(norm, function(norm))
-    axes.set(xlabel="norm ‖x‖", ylabel="h(‖x‖)", title=repr(function), xlim=(0, reach))
-    return _figure(axes)
+    return _drawn(pictures.magnitude({"": function}, reach=reach), ax, repr(function))
 
 
 def operator(magnitude: Function, angular: Function, *, reach: float = 3.0, ax: Axes | None = None) -> Figure:

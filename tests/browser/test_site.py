@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from browser.test_narrow import BROKEN
 from docs.pages import ROOT, builder_of
 
 DOCS = ROOT / "docs"
@@ -58,14 +59,30 @@ PAGES = {
 :caption: Learn
 
 api
+benchmarks
 zh/page
 ```
 """,
     "api.md": "# API\n\n```{eval-rst}\n.. autofunction:: gonio.measure\n```\n",
     "zh/page.md": "# 中文\n\n正文。\n",
+    "benchmarks.md": "# Benchmarks\n",
 }
+METHODS = ("gonio.regularizers.SelfOrthogonality", "gonio.nn.DecoupledConv2d", "gonio.init.orthogonal_")
 
 pytestmark = pytest.mark.slow
+
+
+def reference() -> dict[str, str]:
+    """The pages of some methods, and what they link to."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        import reference_pages
+    finally:
+        sys.path.remove(str(DOCS))
+    made = reference_pages.pages()
+    packages = {name.rpartition(".")[0] for name in METHODS}
+    links = {f"reference/{name}.md": f"---\norphan: true\n---\n\n# {name}\n" for name in packages}
+    return links | {f"reference/{name}.md": made[name] for name in METHODS}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +92,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(package, reason="needs the group docs: make site")
     source = tmp_path_factory.mktemp("docs")
     (source / "zh").mkdir()
-    for name, text in {**PAGES, "conf.py": CONF.format(docs=str(DOCS))}.items():
+    (source / "reference").mkdir()
+    for name, text in {**PAGES, **reference(), "conf.py": CONF.format(docs=str(DOCS))}.items():
         (source / name).write_text(text, encoding="utf-8")
     made = source / "site"
     words = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", str(source), str(made)]
@@ -99,8 +117,16 @@ def show(site: Path, chromium: Any) -> Any:
         context.close()
 
 
+def test_a_long_name_breaks_between_its_words(show: Callable[..., Any]) -> None:
+    page = show("reference/gonio.nn.DecoupledConv2d.html", 390)
+    assert page.locator("h1 wbr").count() == 2
+    assert page.evaluate(BROKEN) == []
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
-@pytest.mark.parametrize("name", ["index.html", "api.html", "zh/page.html", "search.html"])
+@pytest.mark.parametrize(
+    "name", ["index.html", "api.html", "zh/page.html", "search.html", *(f"reference/{name}.html" for name in METHODS)]
+)
 def test_axe_finds_nothing(
     name: str, width: int, scheme: str, show: Callable[..., Any], violations: Callable[..., list[str]]
 ) -> None:

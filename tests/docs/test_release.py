@@ -65,6 +65,19 @@ def test_the_variable_replaces_the_address(hook: ModuleType, monkeypatch: pytest
     assert unset["readme"]["text"] == (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_badges_are_of_workflows_that_exist(hook: ModuleType) -> None:
+    text = metadata(hook, {"repository": PLACE})["readme"]["text"]
+    badges = re.findall(r"\[!\[(\w+)\]\((\S+)/badge\.svg\)\]\((\S+)\)", text)
+    assert len(badges) == 2
+    assert text.startswith("# gonio\n\n[![Tests](")
+    for name, picture, target in badges:
+        assert picture == target == f"{PLACE}/actions/workflows/{name.lower()}.yml"
+        assert (
+            yaml.safe_load((ROOT / ".github" / "workflows" / f"{name.lower()}.yml").read_text("utf-8"))["name"] == name
+        )
+    assert "badge.svg" not in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_which_links_are_made_absolute(hook: ModuleType) -> None:
     text = "[a](b.md#c) ![d](e.svg) [f](https://g.org) [h](#i) [j [k]](l) [m](mailto:n)"
     found = hook.absolute(text, PLACE, "v1").replace(PLACE, "P")

@@ -16,10 +16,12 @@ from typer.main import get_command
 from gonio.cli import app
 from gonio.cli.explain import Listed, rows_of
 from gonio.cli.helping import paragraphs_of
+from gonio.lab.claims import load_claims
 from gonio.lab.claims.claim import SCOPES
 from gonio.lab.claims.result import WORDS
+from gonio.lab.running.measures import measures
 from gonio.lab.showing import tables
-from gonio.lab.showing.claims import _MARKS
+from gonio.lab.showing.claims import _MARKS, measured_text
 from gonio.measuring.figures.heads import ROLES
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "gonio"
@@ -74,7 +76,13 @@ def marked() -> dict[str, str]:
     found |= dict.fromkeys(helps(), "--help")
     listed = (text for kind in ("recipes", "tasks", "models") for _, text in rows_of(Listed(kind)))
     found |= dict.fromkeys(listed, "gonio list")
-    found |= dict.fromkeys((*SCOPES, "finished", "points", "percent", "variance"), "words in results")
+    found |= dict.fromkeys(
+        (*SCOPES, "finished", "points", "percent", "variance", "bits", "% of runs", "% of the fall"), "words in results"
+    )
+    for claim in load_claims():  # what the page and its charts say of a claim
+        said = (claim.differs, claim.axis, claim.measure.replace("_", " "))
+        found |= dict.fromkeys((text for text in said if text), "claims/catalog")
+    found |= dict.fromkeys((measured_text(spec.summary) for spec in measures().values()), "lab/running/measures")
     findings = SOURCE / "measuring" / "findings"
     codes = {"rules.yaml": ("level", "source", "batch"), "remedies.yaml": ("verb", "reads", "package")}
     for name, plainly in codes.items():

@@ -97,6 +97,7 @@ def test_an_edit_of_held_weights_is_not_undone_by_the_next_step(verb: str, norm:
     held.undo_()
 
 
+@pytest.mark.filterwarnings("ignore:hold_ had no effect")  # weights are changed by hand
 @pytest.mark.parametrize("verb", EDITS)
 def test_an_edit_against_a_radius_that_was_given_is_refused_and_changes_nothing(verb: str) -> None:
     model = edited_network(verb)

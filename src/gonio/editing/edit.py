@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.where import Site, is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_, sites
-from gonio.errors import NotApplicableError, UndoError, listing
+from gonio.errors import GonioWarning, NotApplicableError, UndoError, listing
 from gonio.escaping import html_table
 from gonio.messages import Message, counted, fixed, local, say
 
@@ -58,6 +59,7 @@ class Edit:
         self.acts_on: list[Any] = []  # optimizers: when they are gone, the edit is not in force any more
         self.changes_model = True  # otherwise it can be undone before and after any other
         self._inverses: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], str | None]] = []  # before an undo: what to warn of after it
         # What it changed: an undo first checks that this still is as the edit left it.
         self._classes: list[nn.Module] = []  # modules whose class or registries may have changed
         self._slots: list[tuple[nn.Module, str]] = []  # (parent, attribute) where another module was put
@@ -316,7 +318,7 @@ class _Undo:
     """The inverses of one edit, to be run while it is the latest in force, and the state that they depend on."""
 
     def __init__(self, edit: Edit) -> None:
-        model, self._inverses = edit.model, edit._inverses
+        model, self._inverses, self._at_end = edit.model, edit._inverses, edit.at_end
         parts = {key: weakref.ref(part) for key, part in _parts(model).items()} if edit.changes_model else {}
         self._edit = _InForce(next(_NUMBERS), edit.verb, parts, tuple(map(weakref.ref, edit.acts_on)))
         edit.acts_on = []  # inverses may refer to the edit
@@ -347,11 +349,14 @@ class _Undo:
         reshard_(model)
         if not self._started and (why := self._changed_since(model)) is not None:
             raise UndoError(verb, why)
+        said = [] if self._started else [text for text in (each() for each in self._at_end) if text is not None]
         self._started = True  # after an interruption the model is as neither before nor after
         run_reversed([self._move_replaced_, *self._inverses])
         with _REGISTERING:
             _IN_FORCE[model] = [other for other in _IN_FORCE[model] if other is not edit]
-        self._inverses = []
+        self._inverses, self._at_end = [], []
+        for text in said:
+            warnings.warn(text, GonioWarning, stacklevel=3)
 
     def _changed_since(self, model: nn.Module) -> str | None:
         """Why the inverses would not restore the model; None if they will."""

@@ -170,6 +170,41 @@ def watch(
     return end
 
 
+def expect_steps_(edit: Edit, optimizer: Any, weights: Mapping[str, Tensor]) -> None:
+    """Make the undo of an edit that acts in steps warn if weights have changed, but no step was observed.
+
+    Then another optimizer than the given one trained the model, or something that does not call its `step()`.
+
+    Args:
+        weights: by label, those that the steps change, as the edit leaves them.
+    """
+    steps, before = [0], {label: (weakref.ref(weight), _sum(weight)) for label, weight in weights.items()}
+    verb, name = edit.verb, type(optimizer).__name__
+
+    def count(_: Optimizer) -> None:
+        steps[0] += 1
+
+    def idle() -> str | None:
+        kept = ((label, ref(), was) for label, (ref, was) in before.items())
+        pairs = [(label, _sum(weight), was) for label, weight, was in kept if weight is not None]
+        changed = [label for label, now, was in pairs if now[:2] == was[:2] and now != was]  # not moved or cast
+        if steps[0] or not changed:
+            return None
+        return (
+            f"{verb} had no effect: no step of the {name} was observed, although {changed[0]} has changed. "
+            "Pass the optimizer whose step() trains the model."
+        )
+
+    edit.on_undo(watch(optimizer, after=count, measures=True, verb=verb))
+    edit.at_end.append(idle)
+
+
+def _sum(weight: Tensor) -> tuple[torch.dtype, torch.device, str]:
+    """The sum of the entries that are in this process, exactly, also of NaN; with dtype and device."""
+    mine = weight.to_local() if hasattr(weight, "to_local") else weight
+    return mine.dtype, mine.device, "" if mine.is_meta else repr(mine.detach().sum().item())
+
+
 def _nothing() -> None:
     """In the place of a reference to one optimizer."""
 

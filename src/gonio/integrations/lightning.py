@@ -159,6 +159,9 @@ def tracker_callback(tracker: Tracker) -> Any:
             if trainer.global_step:  # 0 until the first accumulated step
                 tracker.step(trainer.global_step)
 
+        def on_train_end(self, trainer: Any, *rest: Any) -> None:
+            tracker.warn_if_empty()
+
     return LightningTracker()
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import NotApplicableError, import_extra
+from gonio.errors import GonioWarning, NotApplicableError, import_extra
 from gonio.integrations.lightning import with_methods_
 from gonio.measuring import Tracker, check_before_save
 from gonio.measuring.checking.check import Level
@@ -115,7 +115,7 @@ def _state_callback(penalty: Any) -> Any:
                 return
             text = f"the training resumes at step {state.global_step}, but the penalty at step {penalty.step}, because "
             text += f"{path(args, state)} does not exist. Call penalty.load_state_dict() with its state."
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, GonioWarning, stacklevel=2)
 
     return PenaltyState()
 
@@ -143,6 +143,9 @@ def tracker_callback(tracker: Tracker) -> Any:
     class TransformersTracker(base):
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             tracker.step(state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            tracker.warn_if_empty()
 
     return TransformersTracker()
 

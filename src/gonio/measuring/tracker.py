@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.steps import watch
-from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
 from gonio.measuring.figures.attention import HeadLogits
@@ -186,6 +186,8 @@ class Tracker:
         self._failed, self._gather = False, gather
         self.left_out: dict[str, str] = {}
         self._ends = []
+        self._optimizers = [type(each).__name__ for each in optimizers]
+        self._versions = [(weakref.ref(p), p._version) for p in model.parameters() if not p.is_inference()]
         for each in optimizers:
             acts = [partial(_shielded, weakref.ref(self), act) for act in (Tracker._before, Tracker._after)]
             self._ends.append(watch(each, before=acts[0], after=acts[1], measures=True, verb="Tracker()"))
@@ -264,13 +266,41 @@ class Tracker:
         return {row.path: _figures(row) for row in measured}
 
     def undo_(self) -> None:
-        """Remove the hooks by which steps of the optimizer are measured; rows stay."""
+        """Remove the hooks by which steps of the optimizer are measured; rows stay. Warns if nothing was recorded."""
         for end in self._ends:
             end()
         if self._attention is not None:
             self._attention.end_()
         if self._live is not None and _first() and any("rotation" in row for row in self.rows):
             self._live.write(self._page(whole=True))
+        self.warn_if_empty()
+
+    def warn_if_empty(self) -> None:
+        """Warn if nothing was recorded, and say why; :meth:`undo_` and callbacks do so at the end of a training."""
+        if not self.rows and _first() and not self._failed:
+            self._failed = True  # once
+            warnings.warn(f"Tracker: nothing was recorded: {self._why_empty()}", GonioWarning, stacklevel=3)
+
+    def _why_empty(self) -> str:
+        """Why there is no row, by what was observed."""
+        if self.training is None:
+            if not self._step:
+                return "step() was not called. Call it after each step of the optimizer, or pass optimizer=."
+            return (
+                f"{self._step} steps were counted, and every={self._every}. Pass a smaller every=, or call measure()."
+            )
+        name, steps = " and ".join(self._optimizers), max(self._counts.values(), default=0)
+        if not steps:
+            changed = any((p := ref()) is not None and p._version != version for ref, version in self._versions)
+            if not changed:
+                return f"the {name} made no step, and no weight of the model has changed."
+            return (
+                f"no step of the {name} was observed, although weights of the model have changed. "
+                "Pass the optimizer whose step() trains the model."
+            )
+        if steps < self._every:
+            return f"the {name} made {steps} steps, and every={self._every}. Pass a smaller every=."
+        return f"no measured step of the {name} changed a weight, as when a gradient scaler skips it."
 
     @property
     def rotations(self) -> list[LayerRotation]:
@@ -292,6 +322,7 @@ class Tracker:
     def _page(self, *, whole: bool, refresh: int = 0) -> str:
         if not any("rotation" in row for row in self.rows):
             do = "Pass optimizer=, and train for a measured step."
+            do = do if self.rows or self.training is None else f"Nothing was recorded: {self._why_empty()}"
             raise InvalidArgumentError("Tracker.to_html() shows steps of an optimizer", "no row of one", do)
         found = [
             say(
@@ -388,7 +419,7 @@ def _shielded(ref: weakref.ref[Tracker], act: Callable[[Tracker, Optimizer], Non
         if not tracker._failed:
             tracker._failed = True
             text = f"Tracker: a step could not be measured, and its rows are missing: {type(error).__name__}: {error}"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, GonioWarning, stacklevel=2)
 
 
 def _check_choices(figures: str, copies: str, also: Also, optimizer: object) -> None:

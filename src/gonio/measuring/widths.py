@@ -19,6 +19,7 @@ from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, ma
 from gonio.measuring.private_torch import tree_leaves
 from gonio.measuring.showing.table import Column, PagedTable, markdown_table, tensor_table
 from gonio.measuring.showing.widths import widths_page
+from gonio.messages import say
 from gonio.pages.tables import number
 from gonio.surgery import sites
 from gonio.surgery.equivalent import call
@@ -99,14 +100,16 @@ def _initial(s: WidthScaling) -> str | None:
     interval = s.activation_interval
     if interval is None or not (interval[0] > -TOLERANCE if s.last else _beyond(interval)):
         return None
-    return f"its output scales as width^{_fit(s.activation, s.activation_interval)} at initialisation"
+    fit = _fit(s.activation, s.activation_interval)
+    return say("its output scales as width^{fit} at initialisation", fit=fit)
 
 
 @rule("G602", WIDTH_RULES)
 def _trained(s: WidthScaling) -> str | None:
     if not _beyond(s.change_interval):
         return None
-    return f"the change of its output by training scales as width^{_fit(s.change, s.change_interval)}"
+    fit = _fit(s.change, s.change_interval)
+    return say("the change of its output by training scales as width^{fit}", fit=fit)
 
 
 @dataclass(frozen=True, repr=False)

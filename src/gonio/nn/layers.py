@@ -62,7 +62,9 @@ class _DecoupledConv(Decoupled):
 
 
 class DecoupledConv1d(_DecoupledConv, nn.Conv1d):
-    """A 1-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
+    r"""A 1-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
+
+    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter :math:`w` and patch :math:`x`.
 
     Shape: input (N, in_channels, L) or (in_channels, L); output as `torch.nn.Conv1d`.
 
@@ -137,7 +139,9 @@ class DecoupledConv2d(_DecoupledConv, nn.Conv2d):
 
 
 class DecoupledConv3d(_DecoupledConv, nn.Conv3d):
-    """A 3-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
+    r"""A 3-D convolution whose product is split into a magnitude and an angular part; see :class:`DecoupledConv2d`.
+
+    :math:`y = h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b` for every filter :math:`w` and patch :math:`x`.
 
     Shape: input (N, in_channels, D, H, W) or (in_channels, D, H, W); output as `torch.nn.Conv3d`.
 
@@ -164,7 +168,9 @@ class _DecoupledConvTranspose(_DecoupledConv):
 
 
 class DecoupledConvTranspose1d(_DecoupledConvTranspose, nn.ConvTranspose1d):
-    """A 1-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
+    r"""A 1-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
+
+    Every output is :math:`h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b`.
 
     Shape: input (N, in_channels, L) or (in_channels, L); output as `torch.nn.ConvTranspose1d`.
 
@@ -203,7 +209,9 @@ class DecoupledConvTranspose2d(_DecoupledConvTranspose, nn.ConvTranspose2d):
 
 
 class DecoupledConvTranspose3d(_DecoupledConvTranspose, nn.ConvTranspose3d):
-    """A 3-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
+    r"""A 3-D transposed convolution of a magnitude and an angular part; see :class:`DecoupledConvTranspose2d`.
+
+    Every output is :math:`h(\lVert w \rVert, \lVert x \rVert)\, g(\theta) + b`.
 
     Shape: input (N, in_channels, D, H, W) or (in_channels, D, H, W); output as `torch.nn.ConvTranspose3d`.
 

@@ -200,6 +200,9 @@ class SwitchableNorm(RunningStatistics):
 class SwitchableNorm1d(SwitchableNorm):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
 
+    .. math::
+        y = \gamma\, \frac{x - \sum_k w_k \mu_k}{\sqrt{\sum_k w'_k \sigma_k^2 + \epsilon}} + \beta
+
     Shape: (N, C) or (N, C, L).
 
     Example:
@@ -279,6 +282,9 @@ class SwitchableNorm2d(SwitchableNorm):
 
 class SwitchableNorm3d(SwitchableNorm):
     r"""Normalisation by a learned mixture of instance, layer and batch statistics; see :class:`SwitchableNorm2d`.
+
+    .. math::
+        y = \gamma\, \frac{x - \sum_k w_k \mu_k}{\sqrt{\sum_k w'_k \sigma_k^2 + \epsilon}} + \beta
 
     Shape: (N, C, D, H, W).
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, parameter_ids, real_optimizers, watch
+from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, real_optimizers, watch
 from gonio.editing.where import Where, as_selector, is_replicated, refuse_shards, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.messages import counted, say
@@ -126,6 +126,9 @@ def clip_qk_(
         clip = _Clip(model, chosen, float(limit))
         edit.on_undo(clip.end_)
         clip.begin_(optimizer, found)
+        named = dict(unwrapped(model).named_parameters())
+        parts = [part for block in chosen for head in block.query for part in head]
+        expect_steps_(edit, optimizer, {part.tensor: named[part.tensor] for part in parts})
         for block in chosen:
             heads = {"heads": counted(block.heads, "head"), "size": block.head_size}
             edit.changed(block.path, say("logits of {heads} of {size} limited to {limit:g}", **heads, limit=limit))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, parameter_ids, per_parameter, real_optimizers, take_out_
+from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, per_parameter, real_optimizers, take_out_
 from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
@@ -176,6 +176,7 @@ def hold_(
         hold = Hold(weights, step, optimizer, real)
         edit.on_undo(hold.end_)
         hold.begin_()
+        expect_steps_(edit, optimizer, {weight.label: weight.parameter for weight in weights})
         edit.note_stays(left)
     hold.complete = True
     edited = edit.done()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from gonio.escaping import shorten
 from gonio.geometry import marchenko_pastur, random_angle_density
-from gonio.messages import joined, say
+from gonio.messages import fixed, joined, say
 from gonio.pages.picture import Area, Axis, Dots, Line, Mark, Picture, Values, fitted, stairs
 from gonio.pages.tables import number
 
 Floats = NDArray[np.float64]
+Function = Callable[[torch.Tensor], torch.Tensor]
 
 _BARS = 32  # of the histogram of one layer, at most
 _QUANTILES = 17  # of a spectrum
@@ -32,6 +33,34 @@ _COLUMNS = 6  # arms that are shown beside each other, at most
 def colors(names: Iterable[str]) -> dict[str, str]:
     """A colour per name, in order; the first, which the others are compared with, is grey."""
     return {name: "base" if at == 0 else f"c{(at - 1) % 7 + 1}" for at, name in enumerate(names)}
+
+
+# --- functions -----------------------------------------------------------------------------------------
+
+
+def curves(xs: Sequence[float], lines: Mapping[str, Sequence[float]], *, x: Axis, y: str, title: str) -> Picture:
+    """Lines over one axis, with a thin one at 0 where they cross it; a name of a line is its entry in the legend."""
+    low, high = fitted(value for ys in lines.values() for value in ys)
+    zero = (Line([x.low, x.high], [0.0, 0.0], "rule", 0.8),) if low < 0 < high else ()
+    drawn = (Line(xs, ys, f"c{i % 7 + 1}", label=name) for i, (name, ys) in enumerate(lines.items()))
+    return Picture(title, x, Axis(low, high, y), (*drawn, *zero))
+
+
+def angular(functions: Mapping[str, Function]) -> Picture:
+    """Angular activations g over the angle in degrees."""
+    degrees = [float(degree) for degree in range(181)]
+    angle = torch.linspace(0, math.pi, 181, dtype=torch.float64)
+    lines = {name: function(angle).tolist() for name, function in functions.items()}
+    x = Axis(0.0, 180.0, say("angle θ [°]"), ticks=tuple((float(at), str(at)) for at in range(0, 181, 30)))
+    return curves(degrees, lines, x=x, y="g(θ)", title=say("angular activation over the angle"))
+
+
+def magnitude(functions: Mapping[str, Function], *, reach: float = 4.0) -> Picture:
+    """Magnitude functions h over norms up to `reach`."""
+    norm = torch.linspace(0, reach, 241, dtype=torch.float64)
+    lines = {name: function(norm).tolist() for name, function in functions.items()}
+    x = Axis(0.0, reach, say("norm ‖x‖"))
+    return curves(norm.tolist(), lines, x=x, y="h(‖x‖)", title=say("magnitude over the norm of the input"))
 
 
 # --- angles and spectra --------------------------------------------------------------------------------
@@ -58,7 +87,7 @@ def angles(
     shown = [i for i, bins in enumerate(zip(*(d for _, d in densities.values()), strict=True)) if max(bins) > 1e-3]
     reach = max((abs(90 - edges[at]) for i in shown for at in (i, i + 1)), default=90.0)
     top = max((*law, *(value for _, density in densities.values() for value in density)), default=0.0) or 1.0
-    x = Axis(90 - max(reach, 15.0), 90 + max(reach, 15.0), "angle between two filters", form="{}°")
+    x = Axis(90 - max(reach, 15.0), 90 + max(reach, 15.0), say("angle between two filters"), form="{}°")
     return Picture(title, x, Axis(0.0, 1.05 * top, ticks=()), tuple(marks))
 
 
@@ -91,8 +120,8 @@ def layer_angles(row: Any) -> Picture | None:
         s = "s" if beyond > 1 else ""
         title = say("{title}; {n} pair{s} beyond the chart", title=title, n=beyond, s=s)
     drawn = angles(edges, {"this layer": ("c1", shares)}, dim=row.dim, title=title)
-    x = Axis(low, high, "angle between filters [°]")
-    y = Axis(0.0, drawn.y.high, "share of pairs per degree")
+    x = Axis(low, high, say("angle between filters [°]"))
+    y = Axis(0.0, drawn.y.high, say("share of pairs per degree"))
     return replace(drawn, x=x, y=y, ends=f"{low}°|{(low + high) / 2:g}°|{high}°")
 
 
@@ -109,7 +138,7 @@ def layer_spectrum(row: Any) -> Picture | None:
     title = say("from {least} to {most}, of random weights to {random}", least=least, most=most, random=random)
     marks = (Area(shares, [0.0] * len(shares), shown, opacity=0.4),
              Line(shares, law, "ink", 1.0, label="random weights"))  # fmt: skip
-    y = Axis(0.0, 1.05 * max(values[-1], law[-1]), "singular value")
+    y = Axis(0.0, 1.05 * max(values[-1], law[-1]), say("singular value"))
     return Picture(title, Axis(0.0, 1.0, say("share of the singular values")), y, marks, ends=say("smallest|largest"))
 
 
@@ -219,12 +248,16 @@ def effects(
                  note=note)
         for e, note in zip(found, notes or [""] * len(found), strict=True)
     ]  # fmt: skip
-    label = f"difference from the baseline{f', {unit}' if unit else ''}"
-    if better:
-        label = f"← worse · {label} · better →" if better == "max" else f"← better · {label} · worse →"
+    label: str = say("difference from the baseline")
+    if unit:
+        label = say("difference from the baseline, {unit}", unit=fixed(unit))
+    if better == "max":
+        label = say("← worse · {label} · better →", label=label)
+    elif better:
+        label = say("← better · {label} · worse →", label=label)
     opposite = ((0.0, band_label),) if band_label else ()
     limits = (-band, band) if band else None
-    title = "Effect of each recipe with its 95 % interval"
+    title = say("Effect of each recipe with its 95 % interval")
     return intervals(rows, label, title=title, reference=0.0, band=limits, opposite=opposite, inside=inside)
 
 
@@ -269,7 +302,7 @@ def learning_curves(
     if y is None:
         return None
     longest = max(pace[name] * table.shape[1] for name, table in tables.items())
-    over = "epoch" if paces is None else "time, in epochs of the baseline"
+    over = say("epoch") if paces is None else say("time, in epochs of the baseline")
     low, high = fitted([min(pace.values()), longest], pad=0.02)
     marks: list[Mark] = []
     series: dict[str, Values] = {}
@@ -284,7 +317,8 @@ def learning_curves(
         series[name] = [None if value is None else float(f"{value:.4g}") for value in middles]
         marks += [mark for run in runs if run.recipe == name and run.status != "finished" and color != "base"
                   for mark in _lost(_curves([run], key)[0], pace[name], color, y)]  # fmt: skip
-    title = f"{label} over {over}: {', '.join(shorten(name) for name in shown)}; median and range over seeds"
+    said = {"label": fixed(label), "over": over, "names": ", ".join(shorten(name) for name in shown)}
+    title = say("{label} over {over}: {names}; median and range over seeds", **said)
     x = Axis(low, high, over, whole=True)
     return Picture(title, x, y, tuple(marks), height=190, series=None if paces else series)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import watch
+from gonio.editing.steps import expect_steps_, watch
 from gonio.editing.where import sites
 from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import apply, count_fused_steps, cut_like, is_sharded, ordinary_eager
@@ -473,14 +473,17 @@ def tick_on_step(optimizer: Any, model: nn.Module) -> Edited:
         if there is not None:
             tick_(there)
 
+    weights: dict[str, Tensor] = {}
     with Edit(model, "tick_on_step") as edit:
         edit.changes_model = False
         for site in sites(model):
-            for name in site.module._parameters:
+            for name, parameter in site.module._parameters.items():
                 found = parametrization_of(site.module, name)
-                if isinstance(found, SpectralNorm):
+                if isinstance(found, SpectralNorm) and parameter is not None:
+                    weights[f"{site.path}.{name}".removeprefix(".")] = parameter
                     edit.changed(site.path, say("{name}: {norm} advances after each step", name=name, norm=str(found)))
         if not edit.changes:
             raise NoMatchError("tick_on_step", "the model", [])
         edit.on_undo(watch(optimizer, after=after, verb="tick_on_step"))
+        expect_steps_(edit, optimizer, weights)
     return edit.done()

@@ -18,7 +18,9 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    """Grows linearly from 1/steps at the first step to 1 at step `steps` − 1, and stays there.
+    r"""Grows linearly from 1/steps at the first step to 1 at step `steps` − 1, and stays there.
+
+    :math:`\min(1, (t + 1) / \text{steps})` at step t, counted from 0.
 
     Example:
         >>> [gonio.regularizers.Warmup(4).factor(step) for step in (0, 1, 3, 100)]
@@ -37,7 +39,9 @@ class Warmup(Schedule):
 
 @dataclass(frozen=True)
 class Milestones(Schedule):
-    """A factor that jumps: 1 at first, then `factors[i]` from step `steps[i]` on.
+    r"""A factor that jumps: 1 at first, then `factors[i]` from step `steps[i]` on.
+
+    At step t it is :math:`\text{factors}[i]` for the largest i with :math:`\text{steps}[i] \le t`.
 
     Args:
         steps: increasing steps at which the factor changes.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, watch
+from gonio.editing.steps import check_optimizer, expect_steps_, watch
 from gonio.editing.where import Where, select
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError
 from gonio.messages import say
@@ -102,6 +102,8 @@ def convert_gradually_(
             layer.set_blend_(done)
             edit.changed(site.path, say("plain → decoupled product in {steps} steps", steps=steps))
         edit.on_undo(_count_steps_(optimizer, layers, steps))
+        mine = {id(p) for layer in layers for p in layer.parameters()}
+        expect_steps_(edit, optimizer, {name: p for name, p in model.named_parameters() if id(p) in mine})
     return Conversion(**vars(edit.done()), _layers=layers)
 
 

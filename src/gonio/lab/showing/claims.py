@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -60,6 +61,7 @@ def claims_html(found: ClaimResults) -> str:
         for one in found.results
     ]
     page = {"found": found, "shown": shown, "seeds": SEEDS, "scopes": SCOPES, "sentence_of": sentence_of}
+    page["measured_text"] = measured_text
     return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
@@ -228,10 +230,10 @@ def arm_table(found: ClaimResult) -> TextTable:
     aside = {} if judged.reached == judged.scores else judged.reached
     rows = [
         (
-            f"{arm} (judged)" if arm in found.contrast and len(found.scores) > 2 else arm,
+            say("{arm} (judged)", arm=arm) if arm in found.contrast and len(found.scores) > 2 else arm,
             f"{found.mean(arm):.4g}",
             *((f"{statistics.fmean(aside[arm].values()):.4g}" if aside.get(arm) else "–",) if aside else ()),
-            f"{min(values.values()):.4g} to {max(values.values()):.4g}",
+            say("{low} to {high}", low=f"{min(values.values()):.4g}", high=f"{max(values.values()):.4g}"),
         )
         for arm, values in judged.scores.items()
         if values
@@ -241,6 +243,14 @@ def arm_table(found: ClaimResult) -> TextTable:
     task = (score or say("task score"),) if aside else ()
     seeds = say("range of {seeds}", seeds=counted(found.evidence.n, "seed"))
     return TextTable(say("Scores"), (say("arm"), mean, *task, seeds), tuple(rows))
+
+
+def measured_text(summary: str) -> Message:
+    """What a measure is, by the first sentence of its docstring, without the marks of its source."""
+    return fixed(_ROLE.sub("", summary).replace("`", ""))
+
+
+_ROLE = re.compile(r":\w+:(?=`)")
 
 
 def cost_text(found: ClaimResult) -> str:
@@ -265,7 +275,7 @@ def claim_explanation(claim: Claim) -> str:
         say("verdict here: {verdict}", verdict=joined([fixed(verdict), *([effect] if effect else [])], "; ")),
     ]
     lines += [say("reported: {text}", text=claim.reported)] if claim.reported else []
-    lines += [say("differs: {text}", text=claim.differs)] if claim.differs else []
+    lines += [say("differs: {text}", text=fixed(claim.differs))] if claim.differs else []
     lines += [say("not tried: {text}", text=claim.not_tried)] if claim.not_tried else []
     for title, setting in ((say("quick"), claim.quick), (say("full"), claim.full)):
         if setting is not None:
@@ -290,8 +300,9 @@ def claim_picture(found: ClaimResult) -> Any:
     if not scores:
         return ""
     means = ", ".join(f"{arm} {found.mean(arm):.3g}" for arm in scores)
-    label = f"{found.claim.measure.replace('_', ' ')}{f', {found.unit}' if found.unit else ''}"
-    title = f"{label}: mean over the seeds of {means}"
+    measured = fixed(found.claim.measure.replace("_", " "))
+    label = joined([measured, *([fixed(found.unit)] if found.unit else [])])
+    title = say("{label}: mean over the seeds of {means}", label=label, means=means)
     if found.claim.picture == "angles":
         shown = {arm: counts for arm, counts in found.histograms.items() if arm in found.contrast}
         hues = colors(shown)
@@ -304,7 +315,7 @@ def claim_picture(found: ClaimResult) -> Any:
         for arm in found.setting.arms if found.setting else ():
             if arm.level is not None and arm.name in scores:
                 series.setdefault(arm.series or arm.name, []).append((arm.level, [*scores[arm.name].values()]))
-        picture = over_levels(series, axis=found.claim.axis, label=label, title=title)
+        picture = over_levels(series, axis=fixed(found.claim.axis), label=label, title=title)
     else:
         picture = pairs(scores, label=label, title=title)
     return svg(picture, width=420, legend=True)
@@ -314,7 +325,8 @@ def task_picture(found: ClaimResult) -> Any:
     """The task's score over the doses of a claim on another quantity; empty for other claims."""
     if found.setting is None or not found.setting.dosed or not found.runs.reached or not found.scores:
         return ""
-    label = f"task score, {found.runs.reached_unit}".removesuffix(", ")
+    unit = found.runs.reached_unit
+    label = say("task score, {unit}", unit=fixed(unit)) if unit else say("task score")
     return svg(_over_doses(found, found.runs.reached, label), width=420, legend=True)
 
 
@@ -327,8 +339,9 @@ def _over_doses(found: ClaimResult, scores: Mapping[str, Mapping[int, float]], l
         values = [*scores[arm.name].values()]
         places = [arm.level or 0.0] if arm.of else [doses[0], doses[-1]]
         curves.setdefault(arm.side, []).extend((place, values) for place in places)
-    title = f"{label} over the dose of {', '.join(side for side in curves)}"
-    return over_levels(curves, axis=found.claim.axis or "dose", label=label, title=title)
+    title = say("{label} over the dose of {sides}", label=fixed(label), sides=", ".join(side for side in curves))
+    axis = fixed(found.claim.axis) if found.claim.axis else say("dose")
+    return over_levels(curves, axis=axis, label=label, title=title)
 
 
 def _density(counts: Sequence[int]) -> list[float]:

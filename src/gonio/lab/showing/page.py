@@ -20,6 +20,7 @@ from gonio.lab.judging.results import Results
 from gonio.lab.record import RunRecord
 from gonio.lab.showing import tables
 from gonio.lab.showing.tables import Scale, attacks, costs, evidence, further, hidden_gradients, tuning, verdicts
+from gonio.messages import fixed, joined, say
 from gonio.pages.picture import svg
 from gonio.pages.pictures import Floats, Interval, angles, effects, intervals, learning_curves
 from gonio.pages.pictures import colors as colors_of
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _SHOWN_LAYERS = 16  # with 6 recipes about 25 kB each
-_EQUAL_TIME = (
+_EQUAL_TIME = say(
     "The same curves with each epoch as long as its measured time per step; the baseline's line ends at the time that "
     "the baseline took. Each run keeps its own schedule: a shorter training of a slower recipe would not follow this "
     "curve."
@@ -55,7 +56,8 @@ def html(results: Results) -> str:
     """
     colors = colors_of([BASELINE, *(effect.recipe for effect in results.effects)])
     table, found = verdicts(results), layers(results.runs)
-    notes = [f"{row[1]}  {effect.verdict}" for row, effect in zip(table.rows, results.effects, strict=True)]
+    both = zip(table.rows, results.effects, strict=True)
+    notes = [joined([row[1], fixed(effect.verdict)], "  ") for row, effect in both]
     page = {
         "results": results,
         "plan": results.plan,
@@ -127,10 +129,11 @@ def forest(results: Results, notes: Sequence[str], *, narrow: bool) -> Any:
     if not results.effects:
         return ""
     plan, scale = results.plan, Scale.of(results)
-    said = f"too small to matter: ±{scale.score(plan.sesoi)}" if plan.sesoi else ""
+    said = say("too small to matter: ±{least}", least=scale.score(plan.sesoi)) if plan.sesoi else ""
     picture = effects(results.effects, unit=scale.unit, band=plan.sesoi, band_label=said, notes=notes,
                       better=plan.direction, inside=narrow)  # fmt: skip
-    numbers = "; ".join(f"{effect.recipe} {note}" for effect, note in zip(results.effects, notes, strict=True))
+    told = [joined([effect.recipe, note], " ") for effect, note in zip(results.effects, notes, strict=True)]
+    numbers = joined(told, "; ")
     width, css = (343, "narrow fill") if narrow else (920, "wide fill")
     return svg(replace(picture, description=numbers), width=width, css=css)
 
@@ -139,9 +142,10 @@ def cost_chart(results: Results, colors: Mapping[str, str], which: str) -> Any:
     """The `step_time` or `memory` of each recipe relative to the baseline; empty if none was measured."""
     costs = [(e.recipe, cost) for e in results.effects if (cost := getattr(e, which)) is not None]
     rows = [Interval(name, colors[name], c.median, (c.low, c.high), note=f"×{c.median:.2f}") for name, c in costs]
-    what = "Time per training step" if which == "step_time" else "Memory"
-    title = f"{what} relative to the baseline: " + "; ".join(f"{row.label} {row.note}" for row in rows)
-    picture = intervals(rows, "relative to the baseline", title=title, reference=1.0, log=True, form="×{}", inside=True)
+    what = say("Time per training step") if which == "step_time" else say("Memory")
+    told = {"what": what, "numbers": "; ".join(f"{row.label} {row.note}" for row in rows)}
+    title, label = say("{what} relative to the baseline: {numbers}", **told), say("relative to the baseline")
+    picture = intervals(rows, label, title=title, reference=1.0, log=True, form="×{}", inside=True)
     return svg(picture, width=350) if rows else ""
 
 
@@ -163,7 +167,8 @@ def curves(results: Results, colors: Mapping[str, str]) -> list[Curves]:
     plan, runs = results.plan, results.runs
     recipes = [name for name in colors if name != BASELINE]
     paces = {e.recipe: e.step_time.median for e in results.effects if e.step_time is not None}
-    score = f"validation score, {plan.unit}" if plan.unit else "validation score"
+    score = say("validation score, {unit}", unit=fixed(plan.unit)) if plan.unit else say("validation score")
+    loss = say("training loss")
 
     def charts(names: Sequence[str], key: str, label: str, pace: Mapping[str, float] | None = None) -> dict[str, Any]:
         made = {
@@ -176,8 +181,8 @@ def curves(results: Results, colors: Mapping[str, str]) -> list[Curves]:
     timed = [name for name in recipes if name in paces]
     groups = [
         Curves(score, "", charts(recipes, "val_score", score)),
-        Curves("training loss", "", charts(recipes, "train_loss", "training loss")),
-        Curves(f"{score}, at equal time", _EQUAL_TIME, charts(timed, "val_score", score, paces)),
+        Curves(loss, "", charts(recipes, "train_loss", loss)),
+        Curves(say("{score}, at equal time", score=score), _EQUAL_TIME, charts(timed, "val_score", score, paces)),
     ]
     return [group for group in groups if group.charts]
 
@@ -222,12 +227,18 @@ class Layer:
             (name, *((f"{p.angle_mean:.1f}°", f"{p.angle_std:.1f}°") if p.pairs else ("–", "–")), *_norms(p.norms))
             for name, p in self.recipes.items()
         ]
-        head = ("recipe", "mean angle", "sd of angles", "median norm", "smallest and largest norm")
-        return TextTable("Numbers", head, tuple(rows))
+        angles_, norms_ = (
+            (say("mean angle"), say("sd of angles")),
+            (say("median norm"), say("smallest and largest norm")),
+        )
+        head = (say("recipe"), *angles_, *norms_)
+        return TextTable(say("Numbers"), head, tuple(rows))
 
 
 def _norms(norms: Sequence[float]) -> tuple[str, str]:
-    return (number(norms[len(norms) // 2]), f"{number(norms[0])} to {number(norms[-1])}") if norms else ("–", "–")
+    if not norms:
+        return "–", "–"
+    return number(norms[len(norms) // 2]), say("{low} to {high}", low=number(norms[0]), high=number(norms[-1]))
 
 
 def _distance(a: Pooled, b: Pooled, edges: Floats) -> float:
@@ -273,11 +284,11 @@ def layer_pictures(found: Sequence[Layer], colors: Mapping[str, str]) -> Iterato
             continue
         path, shown = shorten(layer.path, longest=60), [name for name in colors if name in layer.recipes]
         densities = {name: (colors[name], layer.recipes[name].density.tolist()) for name in shown}
-        title = f"Angles between the filters of {path}, each recipe against random directions"
+        title = say("Angles between the filters of {path}, each recipe against random directions", path=path)
         histogram = angles(layer.edges.tolist(), densities, dim=layer.dim, title=title)
         rows = [_norm_row(name, colors[name], layer.recipes[name].norms) for name in shown]
-        title = f"Filter norms of {path} by recipe: least to largest, quartiles and median"
-        norms = intervals(rows, "norm of a filter", title=title, inside=True)
+        title = say("Filter norms of {path} by recipe: least to largest, quartiles and median", path=path)
+        norms = intervals(rows, say("norm of a filter"), title=title, inside=True)
         yield layer, svg(histogram, width=350), svg(norms, width=350)
 
 

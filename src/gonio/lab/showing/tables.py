@@ -63,7 +63,8 @@ class Scale:
 
     def interval(self, low: float | None, high: float | None) -> str:
         """An interval of differences; empty if there is none."""
-        return "" if low is None or high is None else f"{self.signed(low)} to {self.signed(high)}"
+        both = None if low is None or high is None else {"low": self.signed(low), "high": self.signed(high)}
+        return "" if both is None else say("{low} to {high}", **both)
 
 
 def p_value(p: float | None) -> str:

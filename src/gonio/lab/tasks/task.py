@@ -74,6 +74,10 @@ class Split:
 
     Shape:
         - ``inputs``: (N, ...); ``targets``: (N, ...).
+
+    Example:
+        >>> len(gonio.lab.Split(torch.zeros(10, 3, 8, 8), torch.arange(10)))
+        10
     """
 
     inputs: Tensor
@@ -461,6 +465,14 @@ class Task:
             the model.
         threat: how `--robust` disturbs inputs; None for inputs that have no small disturbance, such as text.
         notes: remarks on the data and the training, printed with the results.
+
+    Example:
+        >>> split = gonio.lab.Split(torch.randn(8, 1, 8, 8), torch.arange(8) % 2)
+        >>> task = gonio.lab.Task(name="pairs", train=split, validation=split, test=split, model="digits_cnn",
+        ...                       sesoi=0.5, sizes={"num_classes": 2, "in_channels": 1},
+        ...                       training=gonio.lab.TrainingConfig(epochs=1, batch_size=4, lr=0.1))
+        >>> len(task.train), task.metric.name
+        (8, 'accuracy')
     """
 
     name: str

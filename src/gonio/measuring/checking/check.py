@@ -17,7 +17,7 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from gonio.errors import InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
+from gonio.errors import GonioWarning, InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
 from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
 from gonio.measuring.checking.rules import among_others, checked
@@ -408,5 +408,5 @@ def check_before_save(
         said = listing([f"{f.code} in {plain(f.path, longest=200)}: {f.found}" for f in bad], limit=3)
         if action == "raise":
             raise UnsoundStateError(redact(said))
-        warnings.warn(f"the state dict that is saved has findings: {redact(said)}", stacklevel=2)
+        warnings.warn(f"the state dict that is saved has findings: {redact(said)}", GonioWarning, stacklevel=2)
     return found

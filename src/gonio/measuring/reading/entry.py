@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
-from gonio.messages import Message, are, counted, say
+from gonio.messages import Message, are, counted, fixed, say
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
 NEGATIVE = "negative"  # the end of the note on running variances below 0
@@ -28,7 +28,7 @@ MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead 
 FIXED = "a table that is not trained, in a model that is"
 CONSTANT = "every row is the same: it starts from a constant"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
-LOW_RANK, FACTOR = "low-rank product", "factor of an adapter"
+LOW_RANK, FACTOR = fixed("low-rank product"), fixed("factor of an adapter")
 
 
 @dataclass(frozen=True)

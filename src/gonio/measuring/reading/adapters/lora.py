@@ -13,7 +13,7 @@ from torch import Tensor
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Fault, Group
 from gonio.measuring.reading.entry import INPUTS_FIRST, StoredTensor, TensorEntry
-from gonio.messages import say
+from gonio.messages import joined, say
 
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
 _KNOWN = {*(name for pair in _NAMES for name in pair), "lora_B.bias", "lora_E", "lora_mid", "lora_magnitude_vector"}
@@ -42,10 +42,13 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     except ValueError as error:
         scale, experts, reason = None, 1, str(error)
     made = _of_weight(group, config, names, 1.0 if scale is None else scale, experts)
-    said = "without its scale, which the file does not hold" if scale is None else f"with its scale {scale:.4g}"
-    said += f"; {experts} experts: a matrix each" if experts > 1 else ""
+    said = say("the product of the adapter's B and A, without its scale, which the file does not hold")
+    if scale is not None:
+        said = say("the product of the adapter's B and A, with its scale {scale:.4g}", scale=scale)
+    if experts > 1:
+        said = joined([said, say("{experts} experts: a matrix each", experts=experts)], "; ")
     reason = reason or made.reason or (UNKNOWN_SCALE if scale is None else "")
-    weight = replace(made, reason=reason, note=f"the product of the adapter's B and A, {said}")
+    weight = replace(made, reason=reason, note=said)
     others = [replace(weight, tensor=name, product=None) for name in _targets(group, config)[1:]]
     if (bias := group.parts.get("lora_B.bias")) is not None:
         others.append(group.adapter("lora", partial(_shifted, bias, scale), tensor="bias", reason=reason))
