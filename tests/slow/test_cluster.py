@@ -79,7 +79,7 @@ def test_a_study_outlives_its_nodes(tmp_path: Path) -> None:
         for seed in plan.seeds
     }
     assert len(expected) == 2 * (RUNS // 2)
-    assert scores(Study.open(study.folder)) == expected
+    assert scores(Study.open(study.path)) == expected
     assert (study.missing(), study.damaged()) == ([], [])
     again = log.getvalue().count("it is run again")
     (tmp_path / "counts.txt").write_text(f"{node.kills} nodes killed, {again} runs begun again\n")  # for people
