@@ -56,6 +56,13 @@ def noisy(run: Run) -> float:
     return float(torch.randn((), generator=draw)) + len(run.recipe)
 
 
+def uneven(run: Run) -> float:
+    """As `noisy`, but every sixth seed takes two seconds: longer than a worker lives after its node."""
+    if run.seed % 6 == 5:
+        time.sleep(2.0)
+    return noisy(run)
+
+
 def hangs(run: Run) -> float:
     """Seed 1 never ends, in one of two ways."""
     run.apply_(net())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +25,19 @@ RUNS = int(os.environ.get("GONIO_CLUSTER_RUNS", "60"))
 SECONDS = float(os.environ.get("GONIO_NODE_SECONDS", "20"))
 
 
-class Killed:
-    """A second node; killed after some seconds, and replaced by a new one, until the block ends."""
+def kill_nodes(cluster: Any, until: threading.Thread) -> int:
+    """Keep a second node, killed and replaced again and again, until a thread has ended; the number of kills.
 
-    def __init__(self, cluster: Any, seconds: float) -> None:
-        self.kills = 0
-        self._cluster, self._seconds, self._end = cluster, seconds, threading.Event()
-        self._thread = threading.Thread(target=self._kill)
-        self._add()
-
-    def _add(self) -> None:
-        """A new node, unless the machine is too busy for it to answer in time; the next call tries again."""
-        with suppress(RuntimeError):
-            self._cluster.add_node(num_cpus=1, include_dashboard=False)
-
-    def _remove(self) -> int:
-        """How many nodes were there, which are killed."""
-        nodes = list(self._cluster.worker_nodes)
-        for node in nodes:
-            self._cluster.remove_node(node, allow_graceful=False)
-        return len(nodes)
-
-    def _kill(self) -> None:
-        while not self._end.wait(self._seconds):
-            self.kills += self._remove()
-            self._add()
-
-    def __enter__(self) -> Killed:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self._remove()
+    Ray adds nodes in the main thread alone.
+    """
+    kills = 0
+    while until.is_alive():
+        cluster.add_node(num_cpus=1, include_dashboard=False)
+        until.join(SECONDS)
+        for node in list(cluster.worker_nodes):
+            cluster.remove_node(node, allow_graceful=False)
+        kills += until.is_alive()
+    return kills
 
 
 def scores(study: Study) -> dict[tuple[str, int], float | None]:
@@ -69,19 +47,25 @@ def scores(study: Study) -> dict[tuple[str, int], float | None]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # ray's own, on resources that are closed when it ends
 def test_a_study_outlives_its_nodes(tmp_path: Path) -> None:
-    plan = make_script_plan(["scale-shift"], script=f"{OWN}:noisy", seeds=RUNS // 2)
-    log = io.StringIO()
-    with head(RAY_worker_niceness="0") as cluster, Killed(cluster, SECONDS) as node:
-        study = run(plan, tmp_path / "study", engine=Ray(), watcher=Lines(log))
+    plan = make_script_plan(["scale-shift"], script=f"{OWN}:uneven", seeds=RUNS // 2)
+    log, studies = io.StringIO(), list[Study]()
+    with head(RAY_worker_niceness="0") as cluster:
+        engine = Ray()
+        driver = threading.Thread(
+            target=lambda: studies.append(run(plan, tmp_path / "study", engine=engine, watcher=Lines(log)))
+        )
+        driver.start()
+        kills = kill_nodes(cluster, driver)
     expected = {
         (recipe.name, seed): float(torch.randn((), generator=torch.Generator().manual_seed(seed))) + len(recipe.name)
         for recipe in plan.recipes
         for seed in plan.seeds
     }
     assert len(expected) == 2 * (RUNS // 2)
+    (study,) = studies
     assert scores(Study.open(study.path)) == expected
     assert (study.missing(), study.damaged()) == ([], [])
     again = log.getvalue().count("it is run again")
-    (tmp_path / "counts.txt").write_text(f"{node.kills} nodes killed, {again} runs begun again\n")  # for people
-    assert node.kills
+    (tmp_path / "counts.txt").write_text(f"{kills} nodes killed, {again} runs begun again\n")  # for people
+    assert kills
     assert ": failed:" not in log.getvalue()
