@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import unwrapped
+from gonio.editing.where import require_model, unwrapped
 from gonio.errors import first_line
 from gonio.messages import say
 from gonio.seeding import generator
@@ -68,6 +68,8 @@ def anatomy(model: nn.Module | str | os.PathLike[str], *, example: Any = None) -
     """
     if isinstance(model, nn.Module):
         return _found_in(model, example)
+    if not isinstance(model, (str, os.PathLike)):
+        require_model(model, "anatomy")
     plan = planned(Path(model))
     if isinstance(plan, str):
         return replace(_NOTHING, unknown={"": plan})

@@ -72,7 +72,7 @@ def swap_(
           note: 2 new parameters: build the optimizer after this edit, or pass optimizer=
     """
     accepted = accepted_layers(factory)
-    check_optimizer(optimizer, model)
+    check_optimizer(optimizer, model, "swap_")
     refuse_shards(model, "swap_")
     able = partial(can_act, factory=factory)
     found = select(model, where, verb=f"swap_ to {_name(factory)}", can_act=able)
