@@ -66,10 +66,9 @@ def anatomy(model: nn.Module | str | os.PathLike[str], *, example: Any = None) -
         >>> [str(part) for part in found.attention[0].key[1]], str(found.attention[0].output[1])
         (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
     """
-    if isinstance(model, nn.Module):
-        return _found_in(model, example)
     if not isinstance(model, (str, os.PathLike)):
         require_model(model, "anatomy")
+        return _found_in(model, example)
     plan = planned(Path(model))
     if isinstance(plan, str):
         return replace(_NOTHING, unknown={"": plan})
