@@ -82,7 +82,7 @@ REFUSED = {
         (f"orthogonal-init fine.pt {SAVED} --seed " + "9" * 30, 2, "'--seed'"),
         (f"normed.yaml missing.pt {SAVED}", 3, "there is no such file"),
         (f"normed.yaml gadget.pt {SAVED}", 3, "Code in a file is never run here"),
-        (f"normed.yaml cut.safetensors {SAVED}", 3, "it is not intact"),
+        (f"normed.yaml cut.safetensors {SAVED}", 3, "it is not an intact file"),
         (f"normed.yaml normed.yaml {SAVED}", 2, "a checkpoint ends in"),
         (f"normed.yaml fine.pt {MODEL} -o o.onnx", 2, "a checkpoint ends in"),
         (f"normed.yaml fine.pt {MODEL} -o no/where/o.pt", 2, "no folder"),

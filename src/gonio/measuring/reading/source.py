@@ -324,6 +324,14 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     if ".py:" in path.name:
         do = "In Python pass the model itself; FILE.py:NAME is a word of the command line."
         return UnreadableFileError(str(path), "there is no such file", do)
+    if matched := sorted(islice(path.parent.glob(path.name), 1000)) if set("*?[") & set(path.name) else []:
+        names = listing([plain(str(file)) for file in matched], limit=4)
+        do = say(
+            "It is a pattern, which the shell replaces only outside quotation marks; it matches {names}. "
+            "Leave the marks out, or name one.",
+            names=names,
+        )
+        return UnreadableFileError(str(path), "there is no such file", do)
     near = closest(path.name, (file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()))
     paths = joined([str(path.with_name(name)) for name in near], " or ")
     do = say("Did you mean {near}?", near=paths) if near else say("Check the path.")
