@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gonio
-from gonio.errors import NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.lab import Split, Task, TrainingConfig
 from gonio.lab.tasks import Metric
 from gonio.lab.treating.change import best_scale
@@ -476,3 +476,11 @@ def test_what_cannot_be_compared_names_the_errors_behind_it(batch: torch.Tensor 
         )
     else:
         assert step.verdict == "kept"
+
+
+def test_a_model_that_does_not_take_the_inputs_of_the_task() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(10))
+    model(torch.ones(1, 3, 8, 8))
+    said = r"^task='digits' must be an input that the model takes; found 1 channel"
+    with pytest.raises(InvalidArgumentError, match=said):
+        gonio.doctor(model, task="digits")
