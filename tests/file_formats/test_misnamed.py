@@ -84,3 +84,12 @@ def test_a_pattern_that_the_shell_did_not_replace(tmp_path: Path) -> None:
         UnreadableFileError, match=r"It is a pattern, .* it matches .*a1\.pt\. Leave the marks out, or name one"
     ):
         gonio.measure(tmp_path / "a*.pt")
+
+
+def test_a_damaged_archive_is_only_damaged(tmp_path: Path) -> None:
+    """Each byte of the archive of another kind changed once: no error of zipfile is seen."""
+    _write("torch", tmp_path / "mine.pt")
+    whole, path = (tmp_path / "mine.pt").read_bytes(), tmp_path / "mine.safetensors"
+    for at in range(4, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        misnamed(path)

@@ -24,7 +24,9 @@ def misnamed(path: Path) -> UnreadableFileError | None:
         return None
     try:
         found = _kind(path)
-    except (OSError, zipfile.BadZipFile):
+    except (
+        Exception
+    ):  # a damaged archive provokes almost any of them, and the reader's own error says that it is damaged
         return None
     if found is None or path.suffix in found[1]:
         return None
