@@ -23,9 +23,9 @@ LAYER, SIZE = "conv2", {"width": 1360, "height": 3000}  # the whole page, so tha
 
 
 def planted(folder: Path) -> Path:
-    """The file that README's hidden block makes."""
+    """The file that the first block of README makes."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.findall(r"<!--- invisible-code-block: python\n(.*?)-->", text, flags=re.S)[0]
+    block = re.findall(r"^```python\n(.*?)^```", text, flags=re.S | re.M)[0]
     (folder / "make.py").write_text(block, encoding="utf-8")
     with chdir(folder):
         runpy.run_path("make.py")

@@ -150,8 +150,10 @@ def _cells(row: dict[str, Any], language: Language) -> tuple[str, ...]:
 def _with_articles(path: Path, language: Language) -> str:
     """A README with the table of the articles' methods between its comments."""
     chinese = language is CHINESE
-    head = ("文章", "方法", "用法", "实测结论") if chinese else ("article", "method", "one line", "verdict here")
-    rows = [_line(head), _line(("---",) * 4)]
+    head = ("article", "method", "one line", "recipe", "verdict here")
+    if chinese:
+        head = ("文章", "方法", "用法", "配方", "实测结论")
+    rows = [_line(head), _line(("---",) * len(head))]
     found = committed.findings()
     for number, article in sources().items():
         folder, claim = "docs/zh" if chinese else "docs", load_claim(article["claim"])
@@ -164,11 +166,8 @@ def _with_articles(path: Path, language: Language) -> str:
             said = f"{committed.CHINESE[said.partition(' (')[0]]}（{committed.CHINESE[claim.scope]}）"
         verdict = f"{said}{language.colon}"
         link = f"[{sentence}](docs/claims/{committed.PAGE[claim.seed]}.md#{claim.name})"
-        rows.append(
-            _line(
-                (f"[{number}, {author}]({folder}/sources.md#{anchor})", method, f"`{article['line']}`", verdict + link)
-            )
-        )
+        where = f"[{number}, {author}]({folder}/sources.md#{anchor})"
+        rows.append(_line((where, method, f"`{article['line']}`", f"`{article['recipe']}`", verdict + link)))
     text = path.read_text(encoding="utf-8")
     table = "\n".join(rows) + "\n"
     return re.sub(

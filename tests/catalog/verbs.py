@@ -128,7 +128,9 @@ _OPTIMIZERS: WeakKeyDictionary[nn.Module, torch.optim.Optimizer] = WeakKeyDictio
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """One that lives as long as the model: a hold ends with its optimizer."""
+    """One that lives as long as the model: a hold ends with its optimizer. For what is no model, any optimizer."""
+    if not isinstance(model, nn.Module):
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     return _OPTIMIZERS.setdefault(model, torch.optim.SGD(model.parameters(), lr=1e-3))
 
 
@@ -215,7 +217,7 @@ VERBS = [
     _verb("project_weights_", gnn.project_weights_, model=_decoupled_network, keeps_function=True, idempotent=True),
     _verb(
         "convert_gradually_",
-        lambda m: S.convert_gradually_(m, torch.optim.SGD(m.parameters()), steps=5),
+        lambda m: S.convert_gradually_(m, _optimizer(m), steps=5),
         model=_decoupled_network,
     ),
     _verb("swap_ decoupled", lambda m: S.swap_(m, gnn.DecoupledConv2d.from_conv)),

@@ -82,7 +82,7 @@ REFUSED = {
         (f"orthogonal-init fine.pt {SAVED} --seed " + "9" * 30, 2, "'--seed'"),
         (f"normed.yaml missing.pt {SAVED}", 3, "there is no such file"),
         (f"normed.yaml gadget.pt {SAVED}", 3, "Code in a file is never run here"),
-        (f"normed.yaml cut.safetensors {SAVED}", 3, "it is not intact"),
+        (f"normed.yaml cut.safetensors {SAVED}", 3, "it is not an intact file"),
         (f"normed.yaml normed.yaml {SAVED}", 2, "a checkpoint ends in"),
         (f"normed.yaml fine.pt {MODEL} -o o.onnx", 2, "a checkpoint ends in"),
         (f"normed.yaml fine.pt {MODEL} -o no/where/o.pt", 2, "no folder"),
@@ -265,3 +265,24 @@ def test_an_encoding_that_lacks_a_character_gets_a_replacement(folder: Path) -> 
     assert (result.returncode, result.stderr) == (0, b"")
     assert b"conv2" in result.stdout
     assert b"?" in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["check", "measure", "doctor"])
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("other/mine", r"there is no such file. Did you mean other/mine.pth?"),
+        (
+            "other/mi*",
+            "It is a pattern, which the shell replaces only outside quotation marks; it matches other/mine.pth.",
+        ),
+    ],
+)
+def test_a_file_without_its_ending_and_a_quoted_pattern_are_no_models_of_a_hub(
+    verb: str, word: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other").mkdir()
+    torch.save({"w": torch.ones(2, 2)}, "other/mine.pth")
+    result = invoke(verb, word)
+    assert (result.exit_code, said in result.stderr) == (3, True)

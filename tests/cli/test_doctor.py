@@ -64,6 +64,35 @@ def test_a_healthy_checkpoint_gets_nothing(folder: Path) -> None:
     assert not Path("out/treated.safetensors").exists()
 
 
+def test_a_folder_of_a_run_that_kept_nothing_is_named_again(folder: Path) -> None:
+    first = invoke("doctor", "scaled.safetensors", "-o", "out")
+    assert (first.exit_code, "no checkpoint was written" in first.stderr) == (0, True)
+    second = invoke("doctor", "scaled.safetensors", "--model", "net.py:network", "-o", "out")
+    assert (second.exit_code, "checkpoint written to" in second.stderr) == (0, True)
+    assert json.loads(Path("out/treatment.json").read_text())["recipe"]["steps"][0]["verb"] == "balance_"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("treatment.json", "{}"),
+        ("treatment.json", "[1]"),
+        ("treatment.json", '{"schema": "gonio.treatment/1", "steps": [{"verdict": "kept"}]}'),
+        ("treatment.html", "<p>"),
+        ("treated.safetensors", ""),
+        ("proofs/0-calibrate/plan.json", "{}"),
+    ],
+)
+def test_no_folder_with_results_or_files_of_others_is_replaced(folder: Path, name: str, content: str) -> None:
+    if "/" in name or name.endswith("safetensors"):
+        invoke("doctor", "scaled.safetensors", "-o", "out")
+    Path("out", name).parent.mkdir(parents=True, exist_ok=True)
+    Path("out", name).write_text(content)
+    again = invoke("doctor", "scaled.safetensors", "-o", "out")
+    assert (again.exit_code, "-o takes a folder for new results, not 'out'" in again.stderr) == (2, True)
+    assert Path("out", name).read_text() == content
+
+
 def test_from_a_file_alone_treatments_are_named(folder: Path) -> None:
     result = invoke("doctor", "scaled.safetensors", "--json", "-", "--fail-on", "warn")
     content = json.loads(result.stdout)

@@ -56,7 +56,7 @@ TYPED = {
     9: ("measure epoch.pt", 2, "found a mapping with the keys ['epoch']. Pass the state dict itself, or store it"),
     10: ("measure nets.py:model", 3, "nets.py:model raised ValueError: oops (nets.py, line 2, in model)"),
     11: ("measure nets.py:five", 2, "found that five() returned an int. Return a torch.nn.Module."),
-    12: ("measure nets.py", 2, "found no name after it. Write nets.py:model; it has model, five."),
+    12: ("measure nets.py", 2, "found no name after it. Write nets.py:NAME; it has model, five."),
     13: ("measure llama.pt --model digits-cnn", 3, "No name is in both: the checkpoint is of another architecture."),
     14: ("measure digits-cnn --batch 4x3x8x8", 2, "found 3 channels at the layer 'conv1', which takes 1. Give an input "
          "of the sizes 4x1x8x8."),
@@ -189,3 +189,27 @@ def test_a_tracker_takes_no_name_of_a_logger(path: str, tmp_path: Path, monkeypa
     with pytest.raises(GonioError, match=r"found no folder 'runs' for 'a\.csv'\. Create it"):
         gonio.Tracker(nn.Linear(4, 4), "runs/a.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("whole.pt", 2, "No such command 'whole.pt'. Did you mean gonio check whole.pt?"),
+        ("several", 2, "No such command 'several'. Did you mean gonio check several?"),
+        ("mesure", 2, "No such command 'mesure'"),
+        ("measure whole.pt --html several", 2, "cannot write 'several'; found a folder. Name a file in it."),
+        ("check whole.pt --json several", 2, "cannot write 'several'; found a folder. Name a file in it."),
+        (
+            "plan weissi --model digits-cnn",
+            2,
+            "there is no recipe named 'weissi'. weissi is the method of scale-shift.",
+        ),
+    ],
+)
+def test_a_word_in_the_wrong_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    result = invoke(*shlex.split(words))
+    assert message in " ".join(result.stderr.split())
+    assert (result.exit_code, result.stdout) == (code, "")

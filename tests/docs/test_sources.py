@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import gonio
 from docs.pages import ROOT, builder_of
 from gonio.lab.claims import load_claim
 
@@ -101,3 +102,11 @@ def test_both_readmes_name_weissi_and_decoupled_networks_and_link_the_sources(na
     assert "WEISSI" in text
     assert "decoupled networks" in text
     assert "sources.md" in text
+
+
+def test_the_line_of_an_article_runs_as_pasted_and_its_recipe_acts_on_a_network(builder: ModuleType) -> None:
+    """In the README's table, after `import gonio` and a model."""
+    for article in builder.sources().values():
+        names = {"gonio": gonio, "model": gonio.models.digits_cnn()}
+        assert eval(article["line"], names) is not None
+        gonio.Recipe.load(article["recipe"]).apply_(gonio.models.digits_cnn())

@@ -74,5 +74,5 @@ def test_a_checkpoint_is_no_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_without_a_name_lists_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text("import os\n\nclass Net: ...\n\ndef make(): ...\n\ndef _hidden(): ...\n")
-    with pytest.raises(InvalidArgumentError, match=r"no name after it\. Write .*net\.py:Net; it has Net, make\."):
+    with pytest.raises(InvalidArgumentError, match=r"no name after it\. Write .*net\.py:NAME; it has Net, make\."):
         resolve(str(path))

@@ -247,3 +247,11 @@ def test_what_the_reader_refuses_the_schema_refuses(rules: dict[str, Any]) -> No
     assert not valid(data, SCHEMA)
     with pytest.raises(RecipeError, match="recipe x"):
         Recipe.from_dict(data)
+
+
+@pytest.mark.parametrize("name", ["weissi", "WEISSI"])
+def test_the_name_of_a_method_leads_to_its_recipe(name: str) -> None:
+    with pytest.raises(
+        UnknownNameError, match=rf"^there is no recipe named '{name}'\. {name} is the method of scale-shift\.$"
+    ):
+        Recipe.load(name)

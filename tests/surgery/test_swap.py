@@ -256,3 +256,17 @@ def test_a_layer_whose_weight_cannot_be_shared_stays(make: Callable[[], nn.Modul
     assert f"0 stays: {why}" in str(gonio.swap_(model, gnn.DecoupledLinear.from_linear))
     with pytest.raises(NoMatchError, match=why):
         gonio.swap_(model, gnn.DecoupledLinear.from_linear, where="0")
+
+
+@pytest.mark.parametrize("factory", [gnn.to_group_norm, gnn.SwitchableNorm2d.from_batch_norm])
+def test_the_same_swap_twice_says_so(factory: Callable[..., nn.Module]) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    edit = gonio.swap_(model, factory)
+    with pytest.raises(
+        AlreadyAppliedError, match=r"^swap_: cannot be applied twice to '1'; found a \w+ of the same factory"
+    ):
+        gonio.swap_(model, factory)
+    with pytest.raises(NoMatchError, match="matches no suitable module"):
+        gonio.swap_(model, factory, where="2")
+    edit.undo_()
+    gonio.swap_(model, factory)

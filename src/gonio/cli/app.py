@@ -91,6 +91,9 @@ def check_folders(targets: Mapping[str, str | None]) -> None:
     for target in targets.values():
         if target not in (None, "-"):
             check_folder(str(target))
+            if Path(str(target)).is_dir():
+                asked, do = say("cannot write {target!r}", target=target), say("Name a file in it.")
+                raise InvalidArgumentError(asked, say("a folder"), do)
 
 
 def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callable[[], str]]) -> bool:
@@ -170,6 +173,18 @@ class Commands(LocalHelp, TyperGroup):
             print_err(traceback.format_exc())
             print_err(say("gonio: this is a defect of gonio; please report it with the lines above"))
             raise typer.Exit(ExitCode.DEFECT) from error
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first word; for a file or folder in its place the error names `gonio check`."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if args and isinstance(getattr(error, "message", None), str) and Path(args[0]).exists():
+                near = f"gonio check {shlex.quote(args[0])}"
+                error.message = str(  # type: ignore[attr-defined]
+                    say("No such command {name}. Did you mean {near}?", name=repr(args[0]), near=near)
+                )
+            raise
 
     def _near_options(self, error: Any) -> None:
         """Of an unknown option, the most similar one of its command, or else the other commands that have it."""

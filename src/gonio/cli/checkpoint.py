@@ -21,6 +21,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFil
 from gonio.measuring.reading.adapters import MARKS, AdapterConfig, adapters_in
 from gonio.measuring.reading.entry import StoredTensor, clean_names
 from gonio.measuring.reading.kinds import KINDS
+from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.shards import open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file, small_json
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
@@ -212,9 +213,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except Exception as error:  # the reader's own errors, and what a hostile header provokes
-        raise UnreadableFileError(
-            str(path), say("it is not intact ({error})", error=error), "Copy or download it again."
-        ) from error
+        raise damaged(path, error) from error
 
 
 def _torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

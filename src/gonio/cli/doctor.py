@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,16 +111,32 @@ def _in_options(treated: Treatment) -> tuple[TreatmentStep, ...]:
 
 
 def _check_output(output: Path | None) -> None:
-    """Refuse a folder that holds a result already, so that nothing is overwritten."""
+    """Refuse a folder that holds a result already, so that nothing is overwritten.
+
+    The report of a run that kept nothing, and compared nothing, is none: the next one takes its place.
+    """
     if output is None:
         return
     check_folder(str(output))
     there = [name for name in (CHECKPOINT, STEPS, PAGE, PROOFS) if (output / name).exists()]
+    if {CHECKPOINT, PROOFS}.isdisjoint(there) and _kept_nothing(output / STEPS):
+        return
     if there or (output.exists() and not output.is_dir()):
         found = f"{', '.join(there)} in it" if there else "a file"
         raise InvalidArgumentError(
             say("-o takes a folder for new results, not {output!r}", output=str(output)), found, "Name another."
         )
+
+
+def _kept_nothing(steps: Path) -> bool:
+    """Whether this is the file of a treatment, and none of its steps was kept."""
+    from gonio.lab.treating.treatment import SCHEMA
+
+    try:
+        content = loads(steps.read_text(encoding="utf-8"))
+        return bool(content["schema"] == SCHEMA) and all(step["verdict"] != "kept" for step in content["steps"])
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:

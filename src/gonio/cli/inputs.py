@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from gonio import models
 from gonio.cli.app import print_err, users_code
-from gonio.errors import InvalidArgumentError, UnreadableFileError
+from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError
 from gonio.measuring.reading.hub import snapshot
 from gonio.measuring.reading.kinds import KINDS
-from gonio.measuring.reading.source import CheckpointPart, absent
+from gonio.measuring.reading.source import CheckpointPart, absent, nearly_a_file
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.messages import say
 from gonio.models.by_name import ModelFactory, is_user_code
@@ -90,7 +90,12 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
         built = build_model(word, seed=seed)
         print_err(say("{word} built with seed {seed}", word=word, seed=seed))
         return built
-    found = models.resolve(word)  # a wrong name ends here
+    try:
+        found = models.resolve(word)
+    except UnknownNameError:
+        if nearly_a_file(path):
+            raise absent(path) from None
+        raise
     print_err(
         say(
             "{word}: random weights (seed {seed}); nothing is downloaded. To measure trained ones name their file, or "

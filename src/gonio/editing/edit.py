@@ -15,7 +15,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import Site, is_replicated, is_sharded, refuse_flat_shards, refuse_shards, reshard_, sites
+from gonio.editing.where import (
+    Site,
+    is_replicated,
+    is_sharded,
+    refuse_flat_shards,
+    refuse_shards,
+    require_model,
+    reshard_,
+    sites,
+)
 from gonio.errors import GonioWarning, NotApplicableError, UndoError, listing
 from gonio.escaping import html_table
 from gonio.messages import Message, counted, fixed, local, say
@@ -51,6 +60,7 @@ class Edit:
     """
 
     def __init__(self, model: nn.Module, verb: str) -> None:
+        require_model(model, verb)
         self.model = model
         self.verb = verb
         self.present = list(model.parameters())  # before the edit

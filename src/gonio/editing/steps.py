@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gonio.editing.edit import Edit
+from gonio.editing.where import require_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
 from gonio.messages import counted, say
 
@@ -271,8 +273,12 @@ def parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 
-def check_optimizer(optimizer: Optimizer | None, model: nn.Module) -> None:
-    """Raise unless the optimizer holds parameters of the model."""
+def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str) -> None:
+    """Raise unless the model is one, and the optimizer holds parameters of it."""
+    require_model(model, verb)
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        asked, found = say("{verb} needs an optimizer", verb=verb), shorten(repr(optimizer), 80, placeholder="…")
+        raise InvalidArgumentError(asked, found, "Pass the optimizer built from this model's parameters.")
     if optimizer is not None and not parameter_ids(optimizer) & {id(p) for p in model.parameters()}:
         raise _holds_none()
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.messages import say
 
 
 class Selector(ABC):
@@ -250,6 +252,40 @@ def as_selector(where: Where) -> Selector:
     )
 
 
+# --- the model ----------------------------------------------------------------------------------------
+
+
+def require_model(model: object, asked: str) -> None:
+    """Raise unless a verb was given a model; every one begins here. `asked` names it in the error.
+
+    Raises: InvalidArgumentError for a path, a state dict, a class or anything else that is not a module.
+
+    Example:
+        >>> require_model(nn.ReLU(), "demo_")
+        >>> require_model(nn.ReLU, "demo_")
+        Traceback (most recent call last):
+            ...
+        gonio.errors.InvalidArgumentError: demo_ needs a model; found the class ReLU. Make an instance first: ReLU(…).
+    """
+    if isinstance(model, nn.Module):
+        return
+    found: str = say("an object of the class {name}", name=type(model).__name__)
+    do = say("Pass a torch.nn.Module.")
+    loading = say("Load it into its model first, with model.load_state_dict(…), and pass the model.")
+    match model:
+        case type():
+            found = say("the class {name}", name=model.__name__)
+            if issubclass(model, nn.Module):
+                do = say("Make an instance first: {name}(…).", name=model.__name__)
+        case str() | os.PathLike():
+            found, do = say("the path {path!r}", path=os.fspath(model)), loading
+        case Mapping():
+            found, do = say("a state dict or another mapping ({name})", name=type(model).__name__), loading
+        case None:
+            found = "None"
+    raise InvalidArgumentError(say("{asked} needs a model", asked=asked), found, do)
+
+
 # --- the selected modules -----------------------------------------------------------------------------
 
 
@@ -318,6 +354,7 @@ def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.M
         >>> [site.path for site in select(model, None, verb="demo_", can_act=only_linear)]
         ['0']
     """
+    require_model(model, verb)
     selector = as_selector(where)
     everything = sites(model)
     matched = [site for site in everything if site.matches(selector)]
@@ -413,7 +450,8 @@ def reshard_(model: nn.Module) -> None:
 
 
 def refuse_flat_shards(model: nn.Module, verb: str, *, do: str = _BEFORE, action: str = "change") -> None:
-    """Raise for a model in FSDP 1."""
+    """Raise for what is no model, and for a model in FSDP 1."""
+    require_model(model, verb)
     if any("FullyShardedDataParallel" in _class_names(module) for module in model.modules()):
         why = "its parameters are slices of one flat tensor (FSDP 1)"
         raise NotApplicableError(verb, "", why, do, action=action)

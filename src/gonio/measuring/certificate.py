@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from gonio.editing.where import run_eagerly, unwrapped
+from gonio.editing.where import require_model, run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.escaping import json_data, printed
 from gonio.geometry.views import why_not_dense
@@ -162,6 +162,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
         G. Papamakarios, A. Mnih, "The Lipschitz constant of self-attention", ICML 2021, Theorem 3.1: attention by dot
         products has none. https://arxiv.org/abs/2006.04710
     """
+    require_model(model, "certify")
     given = example[0] if isinstance(example, (list, tuple)) and example else example  # a loader's [inputs, labels]
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2 or len(given) < 1:
         found = f"{type(given).__name__} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__

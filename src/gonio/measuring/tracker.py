@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.steps import watch
+from gonio.editing.where import require_model
 from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
@@ -157,6 +158,7 @@ class Tracker:
         histograms: bool = False,
         gather: bool = False,
     ) -> None:
+        require_model(model, "Tracker")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise InvalidArgumentError("Tracker(every=) is a number of steps", repr(every), "Pass 1 or more.")
         _check_choices(figures, copies, also, optimizer)

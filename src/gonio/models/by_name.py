@@ -320,7 +320,8 @@ def _split(spec: str) -> tuple[Path, str]:
     text, _, name = spec.rpartition(":")
     if not text:
         problem, names = f"{spec!r} must name a function or class in the file", _defined(Path(spec))
-        do = f"Write {spec}:{names[0] if names else 'NAME'}{f'; it has {listing(names)}' if len(names) > 1 else ''}."
+        only = names[0] if len(names) == 1 else "NAME"
+        do = f"Write {spec}:{only}{f'; it has {listing(names)}' if len(names) > 1 else ''}."
         raise InvalidArgumentError(problem, "no name after it", do)
     path = Path(text)
     if not path.is_file():

@@ -117,7 +117,7 @@ def clip_qk_(
     """
     check_arguments(limit)
     refuse_shards(model, "clip_qk_")
-    check_optimizer(optimizer, model)
+    check_optimizer(optimizer, model, "clip_qk_")
     real = real_optimizers(optimizer, verb="clip_qk_")
     found = anatomy(model, example=example)
     chosen, left = _chosen(model, found, parameter_ids(optimizer), where)

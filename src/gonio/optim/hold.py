@@ -155,7 +155,7 @@ def hold_(
         constant here.
     """
     check_arguments(norm, radius, step, magnitude, magnitude_lr)
-    check_optimizer(optimizer, model)
+    check_optimizer(optimizer, model, "hold_")
     real = real_optimizers(optimizer, verb="hold_")
     if step == "fixed" and any(group.get("lr") is None for each in real for group in each.param_groups):
         do = "Pass step='free', or an optimizer with a learning rate."

@@ -7,6 +7,7 @@ from typing import Literal, overload
 
 from torch import nn
 
+from gonio.editing.where import require_model
 from gonio.errors import InvalidArgumentError
 from gonio.init.mup import Rule
 from gonio.penalty.decay import ParamGroups, decay_groups
@@ -84,6 +85,7 @@ def param_groups(
         >>> dict(gonio.param_groups(model, matrices=True).matrices)
         {'0.weight': 'matrix 16×8'}
     """
+    require_model(model, "param_groups")
     _check_mup(mup, matrices, {"base": base, "lr": lr})
     if heads and not matrices:
         raise InvalidArgumentError("param_groups(heads=) cuts matrices", "matrices=False", "Pass matrices=True.")

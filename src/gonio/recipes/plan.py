@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from gonio.editing.where import left_out
+from gonio.editing.where import left_out, require_model
 from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, listing
 from gonio.escaping import aligned, html_table
 from gonio.geometry.views import has_filters
@@ -179,6 +179,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
 
     An UnmatchedRuleError names every rule that applies to no module, with its file (`origin`) and its line.
     """
+    require_model(model, origin)
     uses_ends = any(rule.where in ENDS for ordered in rules.values() for rule in ordered)
     ends, assumed = _ends(model) if uses_ends else ({}, "")  # finding them traces the model
     modules = {site.path: site.module for site in sites(model)}

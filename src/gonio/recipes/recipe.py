@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError, closest, listing
 from gonio.escaping import html_table
+from gonio.messages import say
 from gonio.recipes.apply import Applied, apply_
 from gonio.recipes.catalogue import AFTER_STEPS, TRAINING, VERBS, Entry, Option, catalogue, objects_of
 from gonio.recipes.document import Document, Problems, dump, from_data, parse, read, shortened
@@ -97,7 +99,7 @@ class Recipe:
             return cls.from_yaml(read(path), origin=path.name)
         path = Path(name_or_path)
         if not path.exists() and path.name == text and path.suffix not in (".yaml", ".yml"):
-            raise UnknownNameError("recipe", text, [BASELINE, *built_in_names()])
+            raise UnknownNameError("recipe", text, [BASELINE, *built_in_names()], do=_hint(text))
         return cls.from_yaml(read(path), origin=text)
 
     @classmethod
@@ -213,6 +215,16 @@ def built_in_names() -> list[str]:
         True
     """
     return sorted(path.stem for path in _CATALOG.glob("*.yaml"))
+
+
+def _hint(text: str) -> str:
+    """The built-in recipes whose source or description has this name of a method; empty without one."""
+    word = re.compile(rf"\b{re.escape(text)}\b", flags=re.IGNORECASE)
+    recipes = [Recipe.load(name) for name in built_in_names()] if len(text) > 2 else []
+    found = [recipe.name for recipe in recipes if word.search(f"{recipe.source} {recipe.description}")]
+    if not found:
+        return ""
+    return say("{text} is the method of {recipes}.", text=text, recipes=listing(found, limit=3))
 
 
 class Header(BaseModel):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.where import unwrapped
+from gonio.editing.where import require_model, unwrapped
 from gonio.errors import first_line
 from gonio.messages import say
 from gonio.seeding import generator
@@ -66,7 +66,8 @@ def anatomy(model: nn.Module | str | os.PathLike[str], *, example: Any = None) -
         >>> [str(part) for part in found.attention[0].key[1]], str(found.attention[0].output[1])
         (['self_attn.in_proj_weight[12:16]'], 'self_attn.out_proj.weight[:, 4:8]')
     """
-    if isinstance(model, nn.Module):
+    if not isinstance(model, (str, os.PathLike)):
+        require_model(model, "anatomy")
         return _found_in(model, example)
     plan = planned(Path(model))
     if isinstance(plan, str):

@@ -93,7 +93,7 @@ def balance_(
     """
     if level not in ("neuron", "layer"):
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
-    check_optimizer(optimizer, model)
+    check_optimizer(optimizer, model, "balance_")
     refuse_shards(model, "balance_")
     same = SameFunction(model, example)
     evaluation, training = (trace(model, training=mode, dims=same.dims) for mode in (False, True))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from gonio.editing.edit import Edit
 from gonio.editing.twin import evaluating
-from gonio.editing.where import sites, unwrapped
+from gonio.editing.where import require_model, sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import Message, say
 from gonio.seeding import generator, state_kept
@@ -67,6 +67,8 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
         >>> gonio.equivalent(model, model, example=torch.ones(1, 2))
         Deviation(absolute=0.0, relative=0.0)
     """
+    for model in (model_a, model_b):
+        require_model(model, "equivalent")
     if example is None:
         example = generated_example(model_a)
     with fitting(model_a, example, "example="):

@@ -74,9 +74,9 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None, gains: 
 
     References: S. Ashkboos et al., "SliceGPT", ICLR 2024, section 3.2 (gains of norms). https://arxiv.org/abs/2401.15024
     """
+    refuse_shards(model, "fold_")
     selector = as_selector(where)
     chosen = [site for site in sites(model) if site.matches(selector)]
-    refuse_shards(model, "fold_")
     same = SameFunction(model, example)
     with Edit(model, "fold_") as edit, torch.no_grad():
         stay: dict[str, str] = {}  # the layers that are not folded, by path, and why

@@ -89,7 +89,7 @@ def convert_gradually_(
     if not (isinstance(steps, int) and steps >= 1 and 0 <= (start or 0) < steps):
         found, do = f"steps={steps}, start={start}", "Pass steps >= 1 and 0 <= start < steps."
         raise InvalidArgumentError("convert_gradually_: invalid schedule", found, do)
-    check_optimizer(optimizer, model)
+    check_optimizer(optimizer, model, "convert_gradually_")
     chosen = select(model, where, verb="convert_gradually_", can_act=cannot_convert)
     layers = tuple(site.module for site in chosen if isinstance(site.module, Decoupled))
     for site in chosen:

@@ -64,7 +64,7 @@ def parametrize_(
         if there is not None:
             raise AlreadyAppliedError("parametrize_", site.path, f"{type(there).__name__} on {tensor!r}")
     _check_ties(model, found, tensor)
-    check_optimizer(optimizer, model)
+    check_optimizer(optimizer, model, "parametrize_")
     shared: dict[int, Parametrization] = {}
     with Edit(model, "parametrize_") as edit:
         for site in found:

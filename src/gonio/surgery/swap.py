@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
-from gonio.editing.where import Site, Where, as_selector, holds_original, left_out, refuse_shards, select
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, listing
+from gonio.editing.where import Site, Where, as_selector, holds_original, left_out, refuse_shards, select, sites
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.geometry.views import why_not_dense
 from gonio.messages import say
 from gonio.surgery.facts import tail_of, without_tail
@@ -56,7 +57,7 @@ def swap_(
 
     Raises:
         NoMatchError: if `where` selects no layer that the factory takes.
-        AlreadyAppliedError: if a selected layer already is of the class that the factory makes.
+        AlreadyAppliedError: if a selected layer already is of the class that the factory makes, or was made by it.
         NotApplicableError: if the model itself is selected, or the module inside a compiled wrapper, which cannot be
             replaced in place; if a selected layer contains another one and the factory drops it; if the forward of the
             model reads a tensor of the layer, such as running statistics, that the new layer does not have; if the
@@ -72,10 +73,14 @@ def swap_(
           note: 2 new parameters: build the optimizer after this edit, or pass optimizer=
     """
     accepted = accepted_layers(factory)
-    check_optimizer(optimizer, model)
+    check_optimizer(optimizer, model, "swap_")
     refuse_shards(model, "swap_")
     able = partial(can_act, factory=factory)
-    found = select(model, where, verb=f"swap_ to {_name(factory)}", can_act=able)
+    try:
+        found = select(model, where, verb=f"swap_ to {_name(factory)}", can_act=able)
+    except NoMatchError:
+        _check_new(model, where, factory)
+        raise
     made = getattr(factory, "__self__", None)
     for site in found:
         if isinstance(made, type) and isinstance(site.module, made):
@@ -91,7 +96,7 @@ def swap_(
             except NotApplicableError as error:
                 refused[site.path] = error
                 continue
-            _replace_(edit, site, parts, optimizer)
+            _replace_(edit, site, factory, parts, optimizer)
         if refused and (where is not None or not edit.changes):
             first = next(iter(refused.values()))
             first.add_note(f"at {listing(list(refused))}")
@@ -107,6 +112,16 @@ def swap_(
         if optimizer is None:
             note_added(edit)
     return edit.done()
+
+
+_MADE: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()  # the factory of each layer that swap_ has put in
+
+
+def _check_new(model: nn.Module, where: Where, factory: object) -> None:
+    """Raise where an earlier call has put the layers in, with the same factory."""
+    for site in sites(model):
+        if _MADE.get(site.module) == factory and site.matches(as_selector(where)):
+            raise AlreadyAppliedError("swap_", site.path, f"a {site.kind} of the same factory")
 
 
 def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
@@ -201,7 +216,9 @@ def _check_readable(site: Site, parts: list[nn.Module], names: set[str]) -> None
         raise _cannot_replace(site, why, "Leave it out.")
 
 
-def _replace_(edit: Edit, site: Site, parts: list[nn.Module], optimizer: torch.optim.Optimizer | None) -> None:
+def _replace_(
+    edit: Edit, site: Site, factory: object, parts: list[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> None:
     old, new = site.module, parts[0] if len(parts) == 1 else nn.Sequential(*parts)
     kept = {id(module) for module in old.modules()}  # a factory may put the old layer into the new one
     for module in new.modules():
@@ -209,6 +226,7 @@ def _replace_(edit: Edit, site: Site, parts: list[nn.Module], optimizer: torch.o
             module.training = old.training
     made = " + ".join(type(part).__name__ for part in parts)
     edit.replace_(site, new, what=f"{type(old).__name__} → {made}")
+    _MADE[new] = factory
     update_optimizer_(edit, site.path, optimizer, list(old.parameters()), dict(new.named_parameters()))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gonio
-from gonio.errors import NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.lab import Split, Task, TrainingConfig
 from gonio.lab.tasks import Metric
 from gonio.lab.treating.change import best_scale
@@ -457,3 +457,30 @@ def test_a_verb_that_is_kept_twice_is_named_once() -> None:
     twice = replace(treated, steps=(replace(step, options={"where": ["0"]}), replace(step, options={"where": ["2"]})))
     assert "Done: balance_ (2 times)." in twice.summary
     assert [row[0] for row in twice.rows] == ["balance_ of 0, 2"]
+
+
+@pytest.mark.parametrize("batch", [None, torch.ones(4, 8)])
+@pytest.mark.parametrize(("path", "code"), [("2.bias", "G001"), ("", "")])
+def test_what_cannot_be_compared_names_the_errors_behind_it(batch: torch.Tensor | None, path: str, code: str) -> None:
+    """An unrelated layer is not repaired while a NaN elsewhere hides the outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].weight[3] = 0
+        model[2].bias[1] = float("nan") if code else 0.0
+    step = next(step for step in gonio.doctor(model, batch=batch).steps if step.verb == "recycle_")
+    if code:
+        assert step.verdict != "kept"
+        assert (
+            step.proof == f"the outputs are NaN or infinite, and there are errors: {path} ({code}). Repair them first"
+        )
+    else:
+        assert step.verdict == "kept"
+
+
+def test_a_model_that_does_not_take_the_inputs_of_the_task() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(10))
+    model(torch.ones(1, 3, 8, 8))
+    said = r"^task='digits' must be an input that the model takes; found 1 channel"
+    with pytest.raises(InvalidArgumentError, match=said):
+        gonio.doctor(model, task="digits")

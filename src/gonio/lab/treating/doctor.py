@@ -18,7 +18,7 @@ from gonio.lab.tasks import resolve
 from gonio.lab.tasks.task import Task
 from gonio.lab.treating.change import best_scale
 from gonio.lab.treating.inputs import Inputs
-from gonio.lab.treating.proof import held_out, same_function, scores, study_of
+from gonio.lab.treating.proof import held_out, not_finite, same_function, scores, study_of
 from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
 from gonio.lab.treating.treatment import Treatment, TreatmentStep
@@ -233,7 +233,8 @@ class _Case:
                 step = replace(step, options=options)
             edit = _VERBS[remedy.verb](self.model, self.inputs, options)
         except GonioError as error:
-            return replace(step, proof=say("refused: {error}", error=said_by(error)))
+            why = not_finite(untreated, self.inputs.example, self.found.findings) if untreated is not None else ""
+            return replace(step, proof=why or say("refused: {error}", error=said_by(error)))
         if not edit.changes:
             edit.undo_()
             return replace(step, proof=say("it finds nothing to change"))
@@ -249,6 +250,8 @@ class _Case:
             proved, proof = None, harm
         elif untreated is not None:
             proved, proof = same_function(untreated, self.model, self.inputs.example)
+            if proved is None:
+                proof = not_finite(untreated, self.inputs.example, self.found.findings) or proof
         elif results is not None:
             proved, proof = held_out(results, better=remedy.proof == "better held-out score")
         else:

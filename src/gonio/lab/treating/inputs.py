@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from gonio.errors import InvalidArgumentError
 from gonio.lab.tasks.task import Task
 from gonio.measuring import Finding, Measurements, measure
 from gonio.measuring.findings.rules import rule_texts, worst_first
 from gonio.messages import say
 from gonio.seeding import RandomInput
+from gonio.surgery.equivalent import fitting, outputs
 
 _BATCH = 64  # training inputs that are measured and run at a time
 
@@ -48,7 +50,13 @@ class Inputs:
 
     def measured(self, model: nn.Module) -> Measurements:
         """The model, and what has changed since its base."""
-        found = measure(model, batch=self.example)
+        try:
+            found = measure(model, batch=self.example)
+        except InvalidArgumentError:
+            if self.task is not None:  # whose inputs the model may not take
+                with fitting(model, self.example, say("task={name!r}", name=self.task.name)):
+                    outputs(model, self.example)
+            raise
         if self.base is None:
             return found
         return replace(found, findings=worst_first([*found.findings, *measure(self.base, model).findings]))

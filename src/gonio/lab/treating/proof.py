@@ -6,21 +6,24 @@ import copy
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from gonio.errors import GonioError
+from gonio.errors import GonioError, listing
 from gonio.lab.judging.results import Results, summarise
 from gonio.lab.judging.statistics import placed
 from gonio.lab.plan import RecipeEntry, StudyPlan, installed_versions
 from gonio.lab.record import RunRecord
 from gonio.lab.running.training import evaluate
 from gonio.lab.tasks.task import Split, Task
+from gonio.measuring import Finding
 from gonio.messages import fixed, said_by, say
 from gonio.recipes import BASELINE
-from gonio.surgery import equivalent
+from gonio.surgery import equivalent, generated_example
+from gonio.surgery.equivalent import fitting, outputs
 
 SAME = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative deviations that count as the same function
 _OTHERWISE = 5e-2  # of dtypes with less precision
@@ -44,6 +47,23 @@ def same_function(before: nn.Module, after: nn.Module, example: Any) -> tuple[bo
     allowed = max((SAME.get(dtype, _OTHERWISE) for dtype in dtypes), default=SAME[torch.float32])
     return moved.relative <= allowed, say(
         "outputs before and after: largest deviation {absolute:.3g} ({relative:.3g} relative)", **vars(moved)
+    )
+
+
+def not_finite(model: nn.Module, example: Any, findings: Iterable[Finding]) -> str:
+    """Why nothing is compared with a model whose outputs are not finite: its errors; empty if they are finite."""
+    try:
+        example = generated_example(model) if example is None else example
+        with fitting(model, example, "example="):
+            if all(bool(torch.isfinite(each).all()) for each in outputs(model, example)):
+                return ""
+    except GonioError:
+        return ""
+    errors = [f"{found.path or found.code} ({found.code})" for found in findings if found.level == "error"]
+    if not errors:
+        return say("the outputs are NaN or infinite before it, so nothing can be compared")
+    return say(
+        "the outputs are NaN or infinite, and there are errors: {errors}. Repair them first", errors=listing(errors)
     )
 
 

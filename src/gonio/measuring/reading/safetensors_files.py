@@ -14,8 +14,10 @@ from torch import Tensor
 
 from gonio.errors import UnreadableFileError
 from gonio.escaping import plain
+from gonio.measuring.reading.content import misnamed
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
 from gonio.measuring.reading.state_dicts import Problem
+from gonio.messages import say
 
 DTYPES = {
     **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
@@ -98,5 +100,6 @@ def gaps(ends: list[tuple[int, int, str]], data: int, file: str, *, alignment: i
 
 
 def damaged(path: Path, error: BaseException) -> UnreadableFileError:
+    """The error for a file that its reader refuses, or whose content is of another kind."""
     said = f"it is not an intact file of its kind ({str(error)[:300]})"
-    return UnreadableFileError(str(path), said, "Copy or download it again.")
+    return misnamed(path) or UnreadableFileError(str(path), said, say("Copy or download it again."))

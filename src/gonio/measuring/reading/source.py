@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -130,7 +130,14 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         )
     if adapters:
         held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
-        made += entries_of_adapters(adapters, held)
+        added = entries_of_adapters(adapters, held)
+        if base is not None and {each.name for each in held.values()}.isdisjoint(each.name for each in added):
+            raise InvalidArgumentError(
+                "measure(base=) adds adapters to the weights that they adapt",
+                say("{base}, which has none of these weights", base=name_of(base)),
+                "Pass the model that they adapt, or no base.",
+            )
+        made += added
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     gaps = (
@@ -315,6 +322,21 @@ def _no_source(given: object) -> InvalidArgumentError:
     return InvalidArgumentError("measure() takes a model, a state dict or a path", found, do)
 
 
+def _matched(path: Path) -> list[Path]:
+    """The files that a pattern in the place of a name matches; none for a name."""
+    return sorted(islice(path.parent.glob(path.name), 1000)) if set("*?[") & set(path.name) else []
+
+
+def _without_ending(path: Path, beside: Iterable[str]) -> list[str]:
+    """The names of checkpoints that have this name and an ending."""
+    return sorted(name for name in beside if name.endswith(_MODELS) and Path(name).stem == path.name)
+
+
+def nearly_a_file(path: Path) -> bool:
+    """Whether the path lacks only its ending, or is a pattern of files: then :func:`absent` names them."""
+    return bool(_matched(path) or _without_ending(path, (file.name for file in islice(path.parent.glob("*"), 10_000))))
+
+
 def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     """The error for a path without a file; it names similar files in the folder."""
     word, path = os.fspath(path), Path(path)
@@ -324,7 +346,16 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     if ".py:" in path.name:
         do = "In Python pass the model itself; FILE.py:NAME is a word of the command line."
         return UnreadableFileError(str(path), "there is no such file", do)
-    near = closest(path.name, (file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()))
+    if matched := _matched(path):
+        names = listing([plain(str(file)) for file in matched], limit=4)
+        do = say(
+            "It is a pattern, which the shell replaces only outside quotation marks; it matches {names}. "
+            "Leave the marks out, or name one.",
+            names=names,
+        )
+        return UnreadableFileError(str(path), "there is no such file", do)
+    beside = [file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()]
+    near = _without_ending(path, beside) or closest(path.name, beside)
     paths = joined([str(path.with_name(name)) for name in near], " or ")
     do = say("Did you mean {near}?", near=paths) if near else say("Check the path.")
     if (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gonio.errors import UnreadableFileError
 from gonio.escaping import shorten
+from gonio.measuring.reading.content import misnamed
 from gonio.measuring.reading.entry import StoredTensor, stored_entries
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.safetensors_files import damaged
@@ -146,7 +147,7 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
             why = _why_not(path, error)
         except OSError as refused:
             why = f"the system refuses it ({refused.strerror})", "Check the permissions."
-        raise UnreadableFileError(str(path), *why) from error
+        raise (misnamed(path) or UnreadableFileError(str(path), *why)) from error
 
 
 def _why_not(path: Path, error: Exception) -> tuple[str, str]:
