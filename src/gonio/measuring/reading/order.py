@@ -118,7 +118,7 @@ def missing_in_blocks(names: Iterable[str], known: Iterable[Problem]) -> list[Pr
     Args:
         known: problems that are told already; the tensors that they name are missed no second time.
     """
-    told = {problem.path for problem in known}
+    told = {name for problem in known for name in (problem.path, *problem.tensors)}
     return [
         Problem("G714", name, say("not there, and in {blocks} like it", blocks=counted(others, "block")))
         for name, others in gaps_in_blocks({*names, *told})
