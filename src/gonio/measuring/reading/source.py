@@ -23,6 +23,7 @@ from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
+    EMBEDDING,
     FACTOR,
     LINEAR,
     TABLE,
@@ -188,7 +189,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
             kind = LINEAR if kind == TABLE and name in layers else kind
             notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
-            made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
+            made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]), table=kind == TABLE)
             made = replace(made, padding=padding_rows(shapes[name], beside.padding, tables))
             made = stacks[name].entry(made) if name in stacks else made
             yield _without_batch(replace(made, role="adapter", kind=FACTOR) if name in of_adapters else made)
@@ -204,6 +205,7 @@ def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
     order = axes.order
     kind = axes.kind or f"{len(tensor.shape)}-d tensor"
     made = tensor.entry(name, kind, axes.layout, axes.reason, axes.notes)
+    made = replace(made, table=kind in (TABLE, EMBEDDING))
     if order is None or order == tuple(range(len(order))):
         return made
     shape = tuple(tensor.shape[dim] for dim in order)
