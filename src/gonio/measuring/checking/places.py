@@ -125,6 +125,22 @@ def _of_file(path: Path) -> Inventory:
     return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file, ()))))
 
 
+def vectors_of(found: Inventory) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor | None]]]:
+    """The model's vectors that can be read: shape and a function that reads it, by name."""
+    own = (place for place in found.places if len(place.shape) == 1 and not place.beside and not place.reason)
+    return {place.name: (place.shape, partial(_values, place)) for place in own}
+
+
+def _values(place: Place) -> Tensor | None:
+    dtype = dtype_named(place.values or place.dtype)
+    if dtype is None or not place.size:
+        return None
+    data = torch.empty(place.size, dtype=torch.uint8)
+    with place.open() as read:
+        read(0, data.numpy())
+    return data.view(dtype)
+
+
 # --- several files ---------------------------------------------------------------------------------------------------
 
 
