@@ -106,7 +106,13 @@ class Measurements(Table[TensorMeasurement]):
         """What was found, and where, as a sentence."""
         if not self.layers and not self.findings:
             return say("Nothing was measured: no tensor is known to be a stack of filters.")
-        return verdict(self.findings, [layer.path for layer in self.layers])
+        tensors = [tensor.path for tensor in self.tensors]
+        return verdict(self.findings, [layer.path for layer in self.layers], self._noun, tensors=tensors)
+
+    @property
+    def _noun(self) -> str:
+        """What a row is: a layer, or a weight where factors and products of adapters have rows too."""
+        return "weight" if any(layer.kind in (FACTOR, LOW_RANK) for layer in self.layers) else "layer"
 
     @property
     def headline(self) -> Message:
@@ -143,7 +149,7 @@ class Measurements(Table[TensorMeasurement]):
 
     def __repr__(self) -> str:
         findings = counted(len(self.findings), "finding")
-        return f"<Measurements of {plain(self.source)}: {counted(len(self.layers), 'layer')}, {findings}>"
+        return f"<Measurements of {plain(self.source)}: {counted(len(self.layers), self._noun)}, {findings}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width = options.max_width

@@ -436,8 +436,22 @@ def _alike(t: TensorMeasurement) -> str | None:
         or expected_pairs_above(NEAR, total, t.dim) > 1e-4
     ):
         return None
+    copies = _pairs_of_copies(t) if _equal(t) else 0
+    have = "has" if t.near_duplicates - copies == 1 else "have"
+    if copies:  # which G203 names
+        return (
+            say(
+                "{further} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more, beside those that are "
+                "proportional",
+                further=t.near_duplicates - copies,
+                total=total,
+                have=have,
+                NEAR=NEAR,
+            )
+            if t.near_duplicates > copies
+            else None
+        )
     first, second = t.closest
-    have = "has" if t.near_duplicates == 1 else "have"
     return say(
         "{near_duplicates} of {total} pairs of filters {have} an absolute cosine of {NEAR} "
         "or more; the largest is {coherence:.3f}, of filters {first} and {second}",
@@ -449,6 +463,12 @@ def _alike(t: TensorMeasurement) -> str | None:
         first=first,
         second=second,
     )
+
+
+def _pairs_of_copies(t: TensorMeasurement) -> int:
+    """The pairs of filters that are proportional: of k filters with one direction k(k − 1)/2."""
+    alike = Counter(earlier for _, earlier in t.proportional).values()
+    return sum(copies * (copies + 1) // 2 for copies in alike)
 
 
 @rule("G203", WEIGHT_RULES, harmless=lambda t: t.kind == TABLE)
