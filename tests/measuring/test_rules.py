@@ -92,7 +92,7 @@ def test_pairs_that_are_proportional_are_named_once() -> None:
     copied[20] = copied[3] + 0.01 * weight(40, 64, 1)[0]  # near to all three of them
     said = {finding.code: finding.found for finding in measure({"w.weight": copied}).findings}
     assert said.keys() == {"G203", "G202"}
-    assert said["G202"].startswith("3 of 780 pairs of filters have an absolute cosine of 0.95 or more, beside those")
+    assert said["G202"].startswith("3 of 780 pairs of filters have an absolute cosine of 0.95 or more, beside the")
     alone = weight(40, 64, 0)
     alone[20] = alone[3] + 0.01 * weight(40, 64, 1)[0]
     assert codes(alone) == ["G202"]

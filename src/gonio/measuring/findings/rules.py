@@ -436,20 +436,18 @@ def _alike(t: TensorMeasurement) -> str | None:
         or expected_pairs_above(NEAR, total, t.dim) > 1e-4
     ):
         return None
-    copies = _pairs_of_copies(t) if _equal(t) else 0
-    have = "has" if t.near_duplicates - copies == 1 else "have"
-    if copies:  # which G203 names
-        return (
-            say(
-                "{further} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more, beside those that are "
-                "proportional",
-                further=t.near_duplicates - copies,
-                total=total,
-                have=have,
-                NEAR=NEAR,
-            )
-            if t.near_duplicates > copies
-            else None
+    copies = _pairs_of_copies(t) if _equal(t) else 0  # which G203 names
+    left = t.near_duplicates - copies
+    have = "has" if left == 1 else "have"
+    if copies and left < 1:
+        return None
+    if copies:
+        return say(
+            "{left} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more, beside the proportional ones",
+            left=left,
+            total=total,
+            have=have,
+            NEAR=NEAR,
         )
     first, second = t.closest
     return say(
