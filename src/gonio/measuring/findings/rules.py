@@ -31,6 +31,7 @@ from gonio.measuring.reading.entry import (
     FACTOR,
     FIXED,
     LOW_RANK,
+    MATRIX,
     MAYBE_PADDING,
     NEGATIVE,
     ORDERED,
@@ -443,7 +444,8 @@ def _alike(t: TensorMeasurement) -> str | None:
         return None
     if copies:
         return say(
-            "{left} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more, beside the proportional ones",
+            "{left} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more, beside the proportional "
+            "ones",
             left=left,
             total=total,
             have=have,
@@ -469,7 +471,7 @@ def _pairs_of_copies(t: TensorMeasurement) -> int:
     return sum(copies * (copies + 1) // 2 for copies in alike)
 
 
-@rule("G203", WEIGHT_RULES, harmless=lambda t: t.kind == TABLE)
+@rule("G203", WEIGHT_RULES, harmless=lambda t: t.kind in (TABLE, MATRIX))
 def _equal(t: TensorMeasurement) -> str | None:
     if not t.proportional or not t.dim or _alike_on_purpose(t):
         return None
