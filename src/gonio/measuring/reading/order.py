@@ -47,8 +47,11 @@ def pattern_of(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
-def families(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+def families(shapes: Mapping[str, tuple[int, ...]], *, siblings: int = SIBLINGS) -> list[list[str]]:
     """The matrices that repeat from layer to layer: at least four of one shape and one name up to numbers in it.
+
+    Args:
+        siblings: of each matrix, at least.
 
     What has one side alone that is longer than 1 is a vector, such as the bias of all channels of an image.
 
@@ -61,7 +64,7 @@ def families(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
     for name, shape in shapes.items():
         if sum(side > 1 for side in shape) > 1:
             found.setdefault((pattern_of(name), shape), []).append(name)
-    return [names for names in found.values() if len(names) > SIBLINGS]
+    return [names for names in found.values() if len(names) > siblings]
 
 
 def tells_depth(names: Sequence[str]) -> bool:
