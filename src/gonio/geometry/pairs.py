@@ -126,7 +126,7 @@ def neighbour_ratio(matrix: Tensor, mean_square_cosine: float) -> tuple[float, f
         >>> angles = torch.linspace(0, 3.14, 64)
         >>> rows = torch.stack([angles.cos(), angles.sin()], 1)
         >>> [round(value, 3) for value in neighbour_ratio(rows, 0.5)]
-        [0.002, 0.129]
+        [0.002, 0.121]
 
     References: [1] J. von Neumann, "Distribution of the ratio of the mean square successive difference to the
     variance", Annals of Mathematical Statistics 12, 1941, equation (1).
