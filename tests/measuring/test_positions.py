@@ -69,6 +69,13 @@ def test_a_layer_is_no_table() -> None:
     assert codes({f"layers.{i}.weight": positions(seed=i) for i in range(4)}) & COLLAPSED  # one in each layer
 
 
+def test_tables_of_one_shape_are_measured_together_and_alike() -> None:
+    tables = {f"{name}.weight": positions(seed=seed) for seed, name in enumerate("abc")}
+    tables["c.weight"] = shuffled(tables["c.weight"])
+    measured = measure(tables)
+    assert [ORDERED in measured[name].notes for name in "abc"] == [True, True, False]
+
+
 def test_equal_rows_of_a_table_in_order_are_found() -> None:
     table = positions()
     table[20] = table[3]

@@ -318,7 +318,7 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
     """
     layout, shape = entries[0].layout, entries[0].shape
     plainly = [n for n, raw in enumerate(loaded) if type(raw) in (Tensor, nn.Parameter) and raw.shape == shape]
-    plainly = [n for n in plainly if loaded[n].is_cpu and loaded[n].dtype in _STACKED and not entries[n].table]
+    plainly = [n for n in plainly if loaded[n].is_cpu and loaded[n].dtype in _STACKED]
     if layout is None or len({loaded[n].dtype for n in plainly}) != 1:
         return {}
     stack = torch.stack([loaded[n].detach() for n in plainly])
@@ -335,10 +335,14 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
     known: dict[str, Any] = {"shape": tuple(stack.shape[1:]), "dtype": str(stack.dtype).removeprefix("torch.")}
     known |= {"entries": n * d, "status": "measured"}
     whole = prod(stack.shape[3:]) == 1
-    return {
-        number: _row(entries[number], **known, **values, **({"operator_norm": values["sigma_max"]} if whole else {}))
-        for number, values in zip((plainly[place] for place in fine.tolist()), figures, strict=True)
-    }
+    made = {}
+    for number, values in zip((plainly[place] for place in fine.tolist()), figures, strict=True):
+        entry = entries[number]
+        in_order = entry.table and layout == PLAIN and _in_order(loaded[number].detach(), values)
+        values |= {"notes": (*entry.notes, ORDERED)} if in_order else {}
+        values |= {"operator_norm": values["sigma_max"]} if whole else {}
+        made[number] = _row(entry, **known, **values)
+    return made
 
 
 def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep: bool) -> TensorMeasurement:
