@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gonio
@@ -211,8 +211,24 @@ def test_damaged_places(tmp_path: Path) -> None:
     save_file(state(), path)
     path.write_bytes(path.read_bytes()[:-100])
     cut = gonio.check(path)
-    assert [(f.code, "cut off" in f.found) for f in cut.findings if f.level == "error"] == [("G704", True)]
+    assert [(f.code, f.path, "cut off" in f.found) for f in cut.findings] == [("G704", path.name, True)]
     assert cut.verdict == "Damaged: 1 error."
+
+
+def test_a_shard_that_is_cut_off_is_one_finding_of_its_file(tmp_path: Path) -> None:
+    index = sharded(tmp_path, state())
+    b = tmp_path / "b.safetensors"
+    held, whole = load_file(b), b.stat().st_size
+    b.write_bytes(b.read_bytes()[: whole // 3])
+    found = gonio.check(index)
+    lost = [t.name for t in found.tensors if t.reason]
+    assert 1 < len(lost) <= len(held)
+    assert set(lost) <= set(held)
+    (finding,) = found.findings
+    assert (finding.code, finding.path) == ("G704", b.name)
+    assert f"{whole // 3:,} of {whole:,} bytes are there, without the end of {len(lost)} tensors" in finding.found
+    assert [f["path"] for f in found.to_dict()["findings"]] == [b.name]
+    assert "cut off" in found.tensors[[t.name for t in found.tensors].index(lost[0])].reason
 
 
 def test_shards_against_the_index(tmp_path: Path) -> None:

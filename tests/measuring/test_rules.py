@@ -85,6 +85,19 @@ def test_the_padding_row_of_an_embedding_is_no_dead_filter() -> None:
     assert [f.code for f in measure(two).findings] == ["G102"]
 
 
+def test_pairs_that_are_proportional_are_named_once() -> None:
+    copied = weight(40, 64, 0)
+    copied[[7, 9]] = copied[[3, 3]]  # three pairs
+    assert codes(copied) == ["G203"]
+    copied[20] = copied[3] + 0.01 * weight(40, 64, 1)[0]  # near to all three of them
+    said = {finding.code: finding.found for finding in measure({"w.weight": copied}).findings}
+    assert said.keys() == {"G203", "G202"}
+    assert said["G202"].startswith("3 of 780 pairs of filters have an absolute cosine of 0.95 or more, beside the")
+    alone = weight(40, 64, 0)
+    alone[20] = alone[3] + 0.01 * weight(40, 64, 1)[0]
+    assert codes(alone) == ["G202"]
+
+
 def test_few_or_short_filters_raise_no_alarm() -> None:
     for shape in ((1, 5), (2, 3), (8, 1), (8, 2), (300, 3)):
         for seed in range(20):

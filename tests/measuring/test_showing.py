@@ -199,6 +199,9 @@ def test_names_that_differ_in_the_middle_stay_apart(monkeypatch: pytest.MonkeyPa
 def test_a_file_that_tells_no_filters_is_not_said_to_be_without_findings() -> None:
     found = measure({"a": torch.randn(4), "b": torch.randn(3)})
     assert found.verdict.startswith("Nothing was measured")
+    assert "Call weights NAME.weight" in found.verdict
+    assert "dead" not in str(found)
+    assert "dead" not in found.scope
     assert "No findings" not in str(found)
 
 

@@ -7,7 +7,10 @@ import random
 from statistics import median
 
 import pytest
+import torch
 
+from catalog import seeded
+from gonio.measuring import check, measure
 from gonio.measuring.findings.siblings import LEAST_SPREAD, AmongSiblings, places
 from gonio.measuring.reading.order import SIBLINGS
 
@@ -47,6 +50,26 @@ def test_each_norm_is_compared_with_the_others(kind: str, count: int) -> None:
 def test_few_siblings_and_vectors_have_no_place() -> None:
     assert places((f"layers.{i}.weight", (3, 3), 1.0) for i in range(SIBLINGS)) == {}
     assert places((f"layers.{i}.bias", (3,), 1.0) for i in range(9)) == {}
+
+
+@pytest.mark.parametrize("count", [3, 4, 9])
+def test_a_matrix_that_is_0_beside_others_is_a_warning(count: int) -> None:
+    state = {f"layers.{i}.attn_v.weight": seeded(24, 40, seed=i) for i in range(count)}
+    state["layers.1.attn_v.weight"].zero_()
+    said = f"every value is 0, unlike in its {count - 1} siblings of other layers"
+    for found in (measure(state), check(state)):
+        assert [(f.code, f.level, f.path, f.found) for f in found.findings] == [
+            ("G709", "warn", "layers.1.attn_v", said)
+        ]
+
+
+def test_what_is_0_in_all_layers_or_alone_is_a_remark() -> None:
+    every = {f"layers.{i}.out.weight": torch.zeros(24, 40) for i in range(4)}
+    two = {"layers.0.out.weight": seeded(24, 40), "layers.1.out.weight": torch.zeros(24, 40)}
+    others = {"a.weight": seeded(24, 40), "b.weight": seeded(24, 40, seed=1), "c.weight": torch.zeros(24, 40)}
+    for state in (every, two, others):
+        for found in (measure(state), check(state)):
+            assert {(f.code, f.level) for f in found.findings} == {("G101", "info")}
 
 
 def test_many_siblings_are_placed_in_one_pass() -> None:

@@ -111,10 +111,8 @@ def test_a_duplicate_outside_of_the_sample_is_found(monkeypatch: pytest.MonkeyPa
     found = measure({"w.weight": weight})
     assert (found["w"].near_duplicates, found["w"].closest) == (1, (11, 5987))
     assert found["w"].coherence == pytest.approx(1.0)
-    said = "1 of 17997000 pairs of filters has an absolute cosine of 0.95 or more"
     texts = {finding.code: finding.found for finding in found.findings}
-    assert texts["G202"] == f"{said}; the largest is 1.000, of filters 11 and 5987"
-    assert texts["G203"] == "1 of 6000 filters is proportional to an earlier one: 5987 to 11"
+    assert texts == {"G203": "1 of 6000 filters is proportional to an earlier one: 5987 to 11"}
     monkeypatch.setattr("gonio.geometry.duplicates.SEARCHED", 0)
     unsought = measure({"w.weight": weight})["w"]
     assert unsought.near_duplicates == 0

@@ -12,6 +12,8 @@ from gonio.measuring.findings.rules import RULES, Finding
 from gonio.measuring.findings.verdicts import first_of, verdict
 from html_reader import Page
 
+AB = {"A": (4, 24), "B": (16, 4)}
+
 
 def found(level: str, path: str) -> Finding:
     return Finding("G000", level, path, "", "", "")
@@ -32,6 +34,19 @@ def found(level: str, path: str) -> Finding:
 )
 def test_sentences(findings: list[tuple[str, str]], said: str) -> None:
     assert verdict([found(*each) for each in findings], ["a", "b", "c"]) == said
+
+
+def test_what_is_neither_a_layer_nor_a_tensor_is_a_place() -> None:
+    cut, bias = found("error", "model-00002-of-00003.safetensors"), found("warn", "a.bias")
+    assert verdict([cut], ["a"], tensors=["a", "a.bias"]) == "1 error in 1 other place."
+    assert verdict([cut], [], tensors=["a.bias"]) == "1 error in 1 place."
+    both = "1 error and 1 warning in 1 other tensor and 1 other place."
+    assert verdict([cut, bias], ["a"], tensors=["a", "a.bias"]) == both
+
+
+def test_factors_of_adapters_are_no_layers() -> None:
+    state = {f"a.{i}.lora_{part}.weight": seeded(*size) for i in range(2) for part, size in AB.items()}
+    assert gonio.measure(state).verdict == "No findings in 6 weights."
 
 
 def test_nothing_but_vectors() -> None:

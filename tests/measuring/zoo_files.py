@@ -162,7 +162,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     ),
     "a name of markup": (
         raw(header({"<script>\x1b[1m": tensor()["w.weight"]}, DATA)),
-        Verdict("<script>\x1b[1m", "no filters"),
+        Verdict("<script>\x1b[1m", "measured"),
     ),
     "no tensors": (raw(header({})), None),
     "a pipe": (pipe, "there is no such file"),

@@ -202,7 +202,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Verdict | None]] = {
     "a long 1-d": (lambda: Bag(torch.ones(3_000_000)), Verdict(status=NONE, reason="a vector")),
     "a long filter": (lambda: Bag(torch.randn(2, 1_500_000)), Verdict()),
     "very many filters": (lambda: Bag(torch.randn(300_000, 2)), Verdict()),
-    "stride 0": (lambda: Bag(torch.randn(1, 40).expand(500, 40)), Verdict(code="G202")),
+    "stride 0": (lambda: Bag(torch.randn(1, 40).expand(500, 40)), Verdict(code="G203")),
     "turned": (lambda: Bag(torch.randn(4, 5).T), Verdict()),
     "channels last": (lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), Verdict()),
     "depthwise": (lambda: nn.Conv2d(6, 6, 3, groups=6), Verdict()),

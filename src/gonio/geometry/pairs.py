@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import pi, sqrt
+from math import inf, pi, sqrt
 
 import torch
 from torch import Tensor
 
-from gonio.geometry.blocks import BLOCK, COSINE_WIDTH, CosineBlock, GramMatrix, row_directions
+from gonio.geometry.blocks import BLOCK, COSINE_WIDTH, CosineBlock, GramMatrix, row_directions, row_norms
 from gonio.geometry.chance import alignment_variance
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
@@ -107,6 +107,46 @@ def pair_statistics_of_each(matrices: Tensor, gram: GramMatrix) -> list[PairStat
         unit = row_directions(matrices)
         totals.add([(0, unit @ unit.mT, torch.arange(n))], n, 0)
     return [*totals.statistics(d)] if totals.count else [None] * len(matrices)
+
+
+@torch.no_grad()
+def neighbour_ratio(matrix: Tensor, mean_square_cosine: float) -> tuple[float, float]:
+    r"""The mean distance of consecutive rows relative to that of all pairs, and its deviation in a random order.
+
+    .. math:: (1 - \overline{\cos\theta_{i,i+1}}) / (1 - \overline{\cos\theta_{ij}})
+
+    of squared distances between directions: 1 in a random order, 0 for rows that change slowly. Rows that are 0 or not
+    finite are left out; 1 and infinity with fewer than three others, or where all directions are the same.
+
+    Args:
+        matrix: (n, d). `mean_square_cosine`: over all pairs of rows.
+
+    Example:
+        >>> from gonio.geometry.pairs import neighbour_ratio
+        >>> angles = torch.linspace(0, 3.14, 64)
+        >>> rows = torch.stack([angles.cos(), angles.sin()], 1)
+        >>> [round(value, 3) for value in neighbour_ratio(rows, 0.5)]
+        [0.002, 0.121]
+
+    References: [1] J. von Neumann, "Distribution of the ratio of the mean square successive difference to the
+    variance", Annals of Mathematical Statistics 12, 1941, equation (1).
+    """
+    norms = row_norms(matrix)
+    kept = (torch.isfinite(norms) & (norms > 0)).nonzero().flatten()
+    n = len(kept)
+    total, following, last = torch.zeros(matrix.shape[1], dtype=torch.float64), 0.0, None
+    for rows in kept.split(max(1, PRODUCT // max(1, matrix.shape[1]))):
+        unit = row_directions(matrix[rows]).double().cpu()
+        joined = unit if last is None else torch.cat([last, unit])
+        following += float((joined[1:] * joined[:-1]).sum())
+        total, last = total + unit.sum(0), unit[-1:]
+    if n < 3:
+        return 1.0, inf
+    mean = (float(total.square().sum()) - n) / (n * (n - 1))
+    if 1 - mean < 1e-6:
+        return 1.0, inf
+    deviation = sqrt(max(mean_square_cosine - mean**2, 0.0) / (n - 1))
+    return (1 - following / (n - 1)) / (1 - mean), deviation / (1 - mean)
 
 
 def _search_all(matrices: Tensor, found: PairStatistics, name: str) -> PairStatistics:

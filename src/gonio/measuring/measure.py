@@ -24,6 +24,7 @@ from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, alike, measure_tensors
 from gonio.measuring.findings.model_rules import findings_of
+from gonio.measuring.findings.norm_rules import of_entries
 from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements
@@ -188,7 +189,7 @@ def measure(
         facts = ModelFacts.of(source, structure, signals, training)
     heads = [] if batch is None else [head.logits for head in structure.heads]
     states, of_states, updates = judged_states(contents.optimizer)
-    found = [*findings_of(tensors, facts, heads), *of_files(contents.problems), *of_states]
+    found = [*findings_of(tensors, facts, heads), *of_entries(entries), *of_files(contents.problems), *of_states]
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),

@@ -105,8 +105,17 @@ class Measurements(Table[TensorMeasurement]):
     def verdict(self) -> Message:
         """What was found, and where, as a sentence."""
         if not self.layers and not self.findings:
-            return say("Nothing was measured: no tensor is known to be a stack of filters.")
-        return verdict(self.findings, [layer.path for layer in self.layers])
+            return say(
+                "Nothing was measured: no tensor is known to be a stack of filters. Call weights NAME.weight as torch "
+                "does, or pass the model with its checkpoint."
+            )
+        tensors = [tensor.path for tensor in self.tensors]
+        return verdict(self.findings, [layer.path for layer in self.layers], self._noun, tensors=tensors)
+
+    @property
+    def _noun(self) -> str:
+        """What a row is: a layer, or a weight where factors and products of adapters have rows too."""
+        return "weight" if any(layer.kind in (FACTOR, LOW_RANK) for layer in self.layers) else "layer"
 
     @property
     def headline(self) -> Message:
@@ -127,6 +136,8 @@ class Measurements(Table[TensorMeasurement]):
     @property
     def scope(self) -> Message:
         """The properties that the rules look for, and those that cannot be seen in a measurement."""
+        if not self.layers:
+            return say("Looked for: NaN and infinity alone.")
         return say(
             "Looked for: NaN and infinity; dead, weak and dominant filters; shared directions, near duplicates and "
             "rank 1; {batch}. Not visible here: whether the model is accurate, overfits, or was trained on the right "
@@ -143,7 +154,7 @@ class Measurements(Table[TensorMeasurement]):
 
     def __repr__(self) -> str:
         findings = counted(len(self.findings), "finding")
-        return f"<Measurements of {plain(self.source)}: {counted(len(self.layers), 'layer')}, {findings}>"
+        return f"<Measurements of {plain(self.source)}: {counted(len(self.layers), self._noun)}, {findings}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         width = options.max_width

@@ -179,7 +179,8 @@ CASES: dict[str, Case] = {
         "ViT", tensors({"pos_embed": normal(1, 17, 16), "cls_token": normal(1, 1, 16), "head.weight": normal(4, 16)},
                        "head.weight", refused={"pos_embed": NOT_CALLED, "cls_token": NOT_CALLED})),
     "gates named g and v": Case(
-        "users", tensors({"mlp.w_g": normal(8, 4), "mlp.w_v": normal(8, 4), "a.weight_mask": torch.ones(4, 4)},
+        "users", tensors({"mlp.w_g": normal(8, 4), "mlp.w_v": normal(8, 4), "a.weight_mask": torch.ones(4, 4),
+                          "head.weight": normal(4, 8)}, "head.weight",
                          refused={"mlp.w_g": NOT_CALLED, "a.weight_mask": NOT_CALLED})),
     "weights with their inputs first": Case(
         "GPT-2", tensors({"c_fc.weight": normal(16, 64), "c_fc.bias": torch.zeros(64)}, "c_fc.weight")),

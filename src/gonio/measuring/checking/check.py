@@ -19,10 +19,11 @@ from rich.text import Text
 
 from gonio.errors import GonioWarning, InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
 from gonio.escaping import html_table, json_data, plain, redact
-from gonio.measuring.checking.places import Content, Inventory, Problem, inventory
+from gonio.measuring.checking.places import Content, Inventory, Problem, inventory, vectors_of
 from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.figures.moments import StateMeasurement
+from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
@@ -279,7 +280,7 @@ def check(
     found = checked(tensors, problems)
     rules = {code: number for number, code in enumerate(dict.fromkeys(finding.code for finding in found))}
     along = sorted(found, key=lambda finding: (rules[finding.code], places.get(finding.path, len(places))))
-    findings = worst_first([*along, *of_states])
+    findings = worst_first([*along, *of_norms(vectors_of(held)), *of_states])
     return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
 
 

@@ -31,7 +31,7 @@ from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
-from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
+from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero
 from gonio.messages import say
@@ -125,6 +125,22 @@ def _of_file(path: Path) -> Inventory:
     return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file, ()))))
 
 
+def vectors_of(found: Inventory) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor | None]]]:
+    """The model's vectors that can be read: shape and a function that reads it, by name."""
+    own = (place for place in found.places if len(place.shape) == 1 and not place.beside and not place.reason)
+    return {place.name: (place.shape, partial(_values, place)) for place in own}
+
+
+def _values(place: Place) -> Tensor | None:
+    dtype = dtype_named(place.values or place.dtype)
+    if dtype is None or not place.size:
+        return None
+    data = torch.empty(place.size, dtype=torch.uint8)
+    with place.open() as read:
+        read(0, data.numpy())
+    return data.view(dtype)
+
+
 # --- several files ---------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +193,7 @@ def _of_safetensors(path: Path) -> Inventory:
     data = path.stat().st_size - start
     problems = [Problem("G703", name, say("twice in the header of {name}", name=plain(path.name))) for name in doubled]
     places: list[tuple[int, Place]] = []
-    ends = []
+    ends, cut = [], CutOff()
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -191,14 +207,16 @@ def _of_safetensors(path: Path) -> Inventory:
                 Problem("G704", name, say("its entry in the header is invalid ({error})", error=str(error)[:100]))
             )
             continue
-        said = _misfit(dtype, shape, begin, end, data)
+        said = _misfit(dtype, shape, begin, end)
         problems += [Problem("G704", name, said)] if said else []
+        if not said and end > data:
+            said = cut.add(path.name, start + data, start + end, name)
         opened = partial(_opened, path, start + begin)
         named = DTYPES.get(dtype, dtype)
         places.append((begin, Place(name, path.name, named, shape, max(end - begin, 0), opened, reason=said)))
         if begin < end:
             ends.append((begin, end, name))
-    problems += gaps(sorted(ends), data, path.name)
+    problems += [*cut.problems(), *gaps(sorted(ends), data, path.name)]
     in_order = tuple(place for _, place in sorted(places, key=lambda pair: pair[0]))  # disks read in one direction
     return Inventory(in_order, tuple(problems), files=(path,))
 
@@ -223,8 +241,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
     return header, 8 + length, [name for name in doubled if name in header]
 
 
-def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int, data: int) -> str:
-    """Why a tensor's place does not fit its header or the file; empty if it does."""
+def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
+    """Why a tensor's place does not fit its header; empty if it does."""
     known = dtype_named(DTYPES.get(dtype, ""))
     if known is None and dtype not in _HALF_BYTES:
         return say("its dtype {dtype} is not known", dtype=plain(dtype, longest=40))
@@ -237,7 +255,7 @@ def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int, data: int)
             dtype=dtype,
             size=prod(shape) * width,
         )
-    return say("cut off: the file ends {value} bytes before it does", value=end - data) if end > data else ""
+    return ""
 
 
 @contextmanager

@@ -30,7 +30,8 @@ VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
 def checked(tensors: Sequence[TensorCheck], problems: Iterable[Problem]) -> tuple[Finding, ...]:
     """All findings, errors first; those of files before those of tensors."""
     problems = list(problems)
-    named = {problem.path for problem in problems}  # a tensor that was not read for one of them is not told twice
+    # a tensor that was not read for one of them is not told twice
+    named = {name for problem in problems for name in (problem.path, *problem.tensors)}
     told = [(tensor, tensor.path) for tensor in tensors if not (tensor.reason and tensor.name in named)]
     return worst_first([*of_files(problems), *findings_by(VALUE_RULES, told)])
 

@@ -25,7 +25,7 @@ from gonio.measuring.findings.rules import (
     worst_first,
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
-from gonio.measuring.reading.entry import FACTOR, LOW_RANK
+from gonio.measuring.reading.entry import LOW_RANK
 from gonio.messages import counted, say
 
 
@@ -33,12 +33,12 @@ def findings_of(
     tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None, heads: Iterable[HeadLogits] = ()
 ) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
-    made = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
     judged = [t for t in tensors if t.frobenius is not None and t.kind != LOW_RANK]
     placed = places((t.name, t.shape, t.frobenius or 0.0) for t in judged)
-    # a layer that is 0 is G101; a factor that is 0 among trained ones was not trained
-    seen = [(placed[t.name], t) for t in judged if t.name in placed]
-    made += findings_by(SIBLING_RULES, ((place, t.path) for place, t in seen if place.ratio or t.kind == FACTOR))
+    alone = {t.path for t in judged if t.name in placed and placed[t.name].ratio == 0}  # for them G709 says it
+    of_each = findings_by(WEIGHT_RULES, ((tensor, tensor.path) for tensor in tensors))
+    made = [finding for finding in of_each if finding.code != "G101" or finding.path not in alone]
+    made += findings_by(SIBLING_RULES, ((placed[t.name], t.path) for t in judged if t.name in placed))
     made += findings_by(HEAD_RULES, ((each, path) for path, each in by_attention(heads).items()))
     return worst_first([*made, *(findings_by(ADVICE, [(facts, "")]) if facts is not None else ())])
 

@@ -26,7 +26,18 @@ from gonio.measuring.figures.structure import ModelFacts
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.remedies import Prescription, success_rate
 from gonio.measuring.findings.siblings import AmongSiblings
-from gonio.measuring.reading.entry import CONSTANT, FACTOR, FIXED, LOW_RANK, MAYBE_PADDING, NEGATIVE, PADDING, TABLE
+from gonio.measuring.reading.entry import (
+    CONSTANT,
+    FACTOR,
+    FIXED,
+    LOW_RANK,
+    MATRIX,
+    MAYBE_PADDING,
+    NEGATIVE,
+    ORDERED,
+    PADDING,
+    TABLE,
+)
 from gonio.messages import Message, are, counted, fixed, joined, local, say
 
 PLACES = 8  # findings of one rule that a terminal shows
@@ -391,9 +402,14 @@ def _negative_variance(t: TensorMeasurement) -> str | None:
     return next((note for note in t.notes if note.endswith(NEGATIVE)), None)
 
 
-def _not_like_random(t: TensorMeasurement) -> bool:
+def _alike_on_purpose(t: TensorMeasurement) -> bool:
     """Whether its rows share directions by what it is: a fixed or constant table, a part or product of an adapter."""
     return FIXED in t.notes or CONSTANT in t.notes or _of_adapter(t)
+
+
+def _not_like_random(t: TensorMeasurement) -> bool:
+    """Whether its rows share directions on purpose, or in their order, as positions do."""
+    return ORDERED in t.notes or _alike_on_purpose(t)
 
 
 @rule("G201", WEIGHT_RULES)
@@ -421,8 +437,21 @@ def _alike(t: TensorMeasurement) -> str | None:
         or expected_pairs_above(NEAR, total, t.dim) > 1e-4
     ):
         return None
+    copies = _pairs_of_copies(t) if _equal(t) else 0  # which G203 names
+    left = t.near_duplicates - copies
+    have = "has" if left == 1 else "have"
+    if copies and left < 1:
+        return None
+    if copies:
+        return say(
+            "{left} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more, beside the proportional "
+            "ones",
+            left=left,
+            total=total,
+            have=have,
+            NEAR=NEAR,
+        )
     first, second = t.closest
-    have = "has" if t.near_duplicates == 1 else "have"
     return say(
         "{near_duplicates} of {total} pairs of filters {have} an absolute cosine of {NEAR} "
         "or more; the largest is {coherence:.3f}, of filters {first} and {second}",
@@ -436,9 +465,15 @@ def _alike(t: TensorMeasurement) -> str | None:
     )
 
 
-@rule("G203", WEIGHT_RULES, harmless=lambda t: t.kind == TABLE)
+def _pairs_of_copies(t: TensorMeasurement) -> int:
+    """The pairs of filters that are proportional: of k filters with one direction k(k − 1)/2."""
+    alike = Counter(earlier for _, earlier in t.proportional).values()
+    return sum(copies * (copies + 1) // 2 for copies in alike)
+
+
+@rule("G203", WEIGHT_RULES, harmless=lambda t: t.kind in (TABLE, MATRIX))
 def _equal(t: TensorMeasurement) -> str | None:
-    if not t.proportional or not t.dim or _not_like_random(t):
+    if not t.proportional or not t.dim or _alike_on_purpose(t):
         return None
     return equal_filters(t.proportional, len(t.proportional), t.total_filters, (t.filters or 0, t.dim))
 

@@ -7,11 +7,12 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gonio.measuring.reading.order import families
+from gonio.measuring.reading.order import SIBLINGS, families
 from gonio.messages import say
 
 FACTOR = 10.0  # of the norm from the median of the siblings
 DISTANCE = 8.0  # in units of the siblings' spread
+FEWEST = 2  # siblings that tell that a matrix should not be 0
 LEAST_SPREAD = 0.05  # of log norms: those of fresh layers are equal to a fraction of a per cent
 
 
@@ -50,6 +51,8 @@ class AmongSiblings:
 def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, AmongSiblings]:
     """The places of tensors that have at least three siblings, by name; vectors have none.
 
+    A tensor that is 0 beside others that are not has a place among two siblings already.
+
     Args:
         norms: name, shape and norm of each.
 
@@ -62,8 +65,9 @@ def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, Amo
     known = {name: (shape, norm) for name, shape, norm in norms}
     return {
         name: place
-        for names in families({name: shape for name, (shape, _) in known.items()})
+        for names in families({name: shape for name, (shape, _) in known.items()}, siblings=FEWEST)
         for name, place in zip(names, _among([known[name][1] for name in names]), strict=True)
+        if len(names) > SIBLINGS or place.ratio == 0
     }
 
 

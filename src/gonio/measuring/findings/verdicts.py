@@ -12,11 +12,14 @@ from gonio.messages import Message, counted, fixed, joined, say
 _NAMED = 3  # layers in a headline, at most
 
 
-def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "layer") -> Message:
+def verdict(
+    findings: Sequence[Finding], paths: Collection[str], noun: str = "layer", *, tensors: Collection[str] | None = None
+) -> Message:
     """How many findings there are of each level, and in how many layers.
 
     Args:
         paths: of the layers (or tensors) that have a row.
+        tensors: the paths of all tensors, where findings may be of files and modules too.
 
     Example:
         >>> from gonio.measuring.findings.rules import Finding
@@ -40,8 +43,11 @@ def verdict(findings: Sequence[Finding], paths: Collection[str], noun: str = "la
     places = []
     if inside:
         places.append(say("{n} of {every}", n=len(inside), every=counted(len(paths), noun)))
-    if others:
-        places.append(counted(len(others), "other tensor" if paths else "tensor"))
+    further = set() if tensors is None else others - set(tensors)
+    if others - further:
+        places.append(counted(len(others - further), "other tensor" if paths else "tensor"))
+    if further:
+        places.append(counted(len(further), "other place" if paths or others - further else "place"))
     if "" in named:
         places.append(say("the model as a whole"))
     found, where = joined(said, last=" and "), joined(places, last=" and ")

@@ -27,7 +27,7 @@ from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
 from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Opened, Problem, state_in
+from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, state_in
 
 METADATA = ".metadata"
 MOST_PIECES = 1 << 16  # of one tensor; as many as there are ranks
@@ -83,6 +83,7 @@ class _Folder:
     path: Path
     sizes: dict[str, int]
     problems: list[Problem] = field(default_factory=list)
+    cut: CutOff = field(default_factory=CutOff)
     used: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
     absent: Counter[str] = field(default_factory=Counter)
     objects: dict[str, _Piece] = field(default_factory=dict)
@@ -201,7 +202,7 @@ def _piece_wrong(folder: _Folder, name: str, piece: _Piece, info: Record, width:
     folder.used.setdefault(piece.file, []).append((piece.begin, piece.end, name))
     size, wanted = folder.sizes[piece.file], prod(piece.sizes) * width
     if piece.end > size:
-        yield "G704", f"cut off: the file {plain(piece.file)} ends {piece.end - size} bytes before it does"
+        yield "", folder.cut.add(plain(piece.file), size, piece.end, name)
     elif piece.length < wanted:
         yield "G704", f"{piece.length} bytes are stored for {prod(piece.sizes)} entries, which take {wanted}"
     elif transforms := info.state.get("transform_descriptors"):
@@ -248,6 +249,7 @@ def _of_files(folder: _Folder, unnamed: list[str]) -> Iterator[Problem]:
     for file, count in folder.absent.items():
         pieces = f"{count} piece{'s' if count > 1 else ''}"
         yield Problem("G702", file, f"the file is missing; the metadata place {pieces} in it")
+    yield from folder.cut.problems()
     for name in unnamed:
         yield Problem("G703", name, "has a place in the files, but the metadata name no such tensor")
     for file, ranges in folder.used.items():
@@ -311,7 +313,14 @@ def _sorted_out(
     model = {owned[flat]: tensor for flat, tensor in stored.items() if flat in owned}
     beside = {flat: tensor for flat, tensor in stored.items() if flat not in owned}
     lost = [replace(entry, name=owned[entry.name]) for entry in lost if entry.name in owned]
-    problems = tuple(replace(problem, path=owned.get(problem.path, problem.path)) for problem in problems)
+    problems = tuple(
+        replace(
+            problem,
+            path=owned.get(problem.path, problem.path),
+            tensors=tuple(owned.get(name, name) for name in problem.tensors),
+        )
+        for problem in problems
+    )
     if found.key:
         notes.insert(0, f"read from {plain(found.key)!r} of the checkpoint")
     if found.beside:

@@ -27,6 +27,8 @@ MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead 
 # The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
 FIXED = "a table that is not trained, in a model that is"
 CONSTANT = "every row is the same: it starts from a constant"
+# That on a table whose rows are in order, as learned positions are.
+ORDERED = "neighbouring rows are alike, as those of positions are"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
 LOW_RANK, FACTOR = fixed("low-rank product"), fixed("factor of an adapter")
 
@@ -48,6 +50,7 @@ class TensorEntry:
         weight_name: of a computed weight, its name in the plain model, if `name` is another one.
         inferred: whether the layout follows from name and shape alone, so that the values are held against it.
         padding: of a matrix in a file that may be an embedding, the rows of which one is 0 if it has a padding row.
+        table: whether it is an embedding, or may be one, as a matrix of a file without a bias and without siblings.
     """
 
     name: str
@@ -62,6 +65,7 @@ class TensorEntry:
     weight_name: str = ""
     inferred: bool = False
     padding: tuple[int, ...] = ()
+    table: bool = False
 
     @property
     def path(self) -> str:
@@ -225,6 +229,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _RECURRENT = re.compile(r"(.*?)weight_(ih|hh|hr)(_l\d+(?:_reverse)?)?")
 TABLE = "linear or embedding"  # a matrix of a file that may be a table
+EMBEDDING = "embedding"  # one of which the format tells that it is a table
+MATRIX = "matrix"  # one of which nothing tells which dimension holds the outputs
+AS_STORED = fixed("rows read as filters, as they are stored: which dimension holds the outputs is not known")
 LINEAR = "linear"  # one with a bias, or with siblings in other layers
 _KINDS = {2: TABLE, 3: "1-d convolution", 4: "2-d convolution", 5: "3-d convolution"}
 _RAW = "a part of a parametrization that is not read"

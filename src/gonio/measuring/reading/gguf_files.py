@@ -26,7 +26,7 @@ from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
-from gonio.measuring.reading.state_dicts import Opened, Problem
+from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
 
 _PLAIN = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16"}
 # Name, entries of a block and its bytes, of each type that has blocks; ggml.h and ggml-common.h.
@@ -97,8 +97,9 @@ def open_gguf(path: Path) -> Opened:
     alignment = keys["general.alignment"]
     stored: dict[str, StoredTensor] = {}
     others, problems, ends = [], [], []
+    cut = CutOff()
     for info in infos:
-        size, said = _size(info, data, alignment)
+        size, said = _size(info, alignment)
         if info.name in stored:
             problems.append(Problem("G703", info.name, f"twice in the header of {plain(path.name)}"))
         if size:
@@ -106,13 +107,16 @@ def open_gguf(path: Path) -> Opened:
         kind = _PLAIN.get(info.type) or _BLOCKS.get(info.type, (f"type {info.type}", 1, 1))[0]
         if said:
             problems.append(Problem("G704", info.name, said))
+        elif info.offset + size > data:
+            said = cut.add(path.name, start + data, start + info.offset + size, info.name)
+        if said:
             others.append(TensorEntry(info.name, "", None, None, said, shape=info.shape, dtype=kind))
         elif reader is not None and info.type in _BLOCKS and not _readable(reader, _BLOCKS[info.type]):
             reason = f"its type {kind} is not read by the package {_PACKAGE}"
             others.append(TensorEntry(info.name, "", None, None, reason, shape=info.shape, dtype=kind))
         else:
             stored[info.name] = _stored(path, info, start, size, kind, reader)
-    problems += gaps(sorted(ends), data, path.name, alignment=alignment)
+    problems += [*cut.problems(), *gaps(sorted(ends), data, path.name, alignment=alignment)]
     architecture = keys.get("general.architecture")
     notes = (f"general.architecture is {plain(architecture, longest=80)}",) if isinstance(architecture, str) else ()
     return Opened(stored, tuple(others), notes, problems=tuple(problems))
@@ -179,8 +183,8 @@ def _value(file: BinaryIO, numbers: Callable[[str], tuple[Any, ...]], kind: int,
     return None
 
 
-def _size(info: _Info, data: int, alignment: int) -> tuple[int, str]:
-    """The bytes of a tensor, and why its place does not fit its header or the file."""
+def _size(info: _Info, alignment: int) -> tuple[int, str]:
+    """The bytes of a tensor, and why its place does not fit its header."""
     block, width = 1, 0
     if info.type in _PLAIN:
         width = getattr(torch, _PLAIN[info.type]).itemsize
@@ -193,8 +197,6 @@ def _size(info: _Info, data: int, alignment: int) -> tuple[int, str]:
     size = prod(info.shape) // block * width
     if info.offset % alignment:
         return size, f"it begins at byte {info.offset}, no multiple of {alignment}"
-    if info.offset + size > data:
-        return size, f"cut off: the file ends {info.offset + size - data} bytes before it does"
     return size, ""
 
 

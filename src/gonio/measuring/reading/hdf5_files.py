@@ -26,7 +26,7 @@ from torch import Tensor
 from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, TensorEntry, dtype_named
 from gonio.measuring.reading.pickles import FilePart, record_start
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Opened, Problem
@@ -198,7 +198,7 @@ def _axes(layer: tuple[str, Mapping[str, Any]] | None, name: str, shape: tuple[i
     if kind == "Dense" and n == 2:
         return Axes((1, 0), "linear", Layout(), notes=("Dense of Keras, stored with its inputs first",))
     if kind == "Embedding" and n == 2:
-        return Axes((0, 1), "embedding", Layout(), notes=("Embedding of Keras",))
+        return Axes((0, 1), EMBEDDING, Layout(), notes=("Embedding of Keras",))
     if kind in _CONVOLUTIONS and n == _CONVOLUTIONS[kind][0] + 2 and type(groups) is int and groups > 0:
         transposed = _CONVOLUTIONS[kind][1]
         order = (n - 1, n - 2, *range(n - 2))  # of (positions, inputs, outputs), and of (positions, outputs, inputs)

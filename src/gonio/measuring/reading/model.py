@@ -51,7 +51,9 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
             if first == path:
                 entry = _entry_of(site, name, path, tensor, computed.get(name))
                 table = isinstance(site.module, TABLES) and name == "weight" and tensor is not None
-                made.append(replace(entry, notes=(*entry.notes, *_not_learned(tensor, trained))) if table else entry)
+                if table:
+                    entry = replace(entry, notes=(*entry.notes, *_not_learned(tensor, trained)), table=True)
+                made.append(entry)
             else:
                 reason = f"tied to {first}, where it is measured"
                 made.append(TensorEntry(path, type(site.module).__name__, None, None, reason))

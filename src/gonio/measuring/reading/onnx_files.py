@@ -25,7 +25,7 @@ from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named
 from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
-from gonio.measuring.reading.state_dicts import Opened, Problem
+from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
 
 _LARGEST = 1 << 31  # bytes, of a message of protobuf
 _DTYPES = {
@@ -66,6 +66,7 @@ class _Reader:
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     others: list[TensorEntry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    cut: CutOff = field(default_factory=CutOff)
     ranges: dict[Path, dict[tuple[int, int], str]] = field(default_factory=dict)
     users: dict[str, list[tuple[Any, int, str]]] = field(default_factory=dict)
 
@@ -77,7 +78,7 @@ class _Reader:
         kind = self.onnx.TensorProto.DataType.Name(tensor.data_type)
         dtype, shape = _DTYPES.get(kind, kind.lower()), tuple(tensor.dims)
         known = None if kind in _PACKED else dtype_named(dtype)
-        said, load, file = "", None, self.path.name
+        code, said, load, file = "G704", "", None, self.path.name
         if kind == "UNDEFINED" or any(n < 0 for n in shape) or tensor.HasField("segment"):
             said = f"its type is {kind} and its shape {list(shape)}"
         elif known is None:
@@ -98,7 +99,7 @@ class _Reader:
                 self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
                 return
         if said or load is None:
-            self.problems.append(Problem("G704", name, said))
+            self.problems += [Problem("G704", name, said)] if code else []
             self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
         else:
             self.stored[name] = StoredTensor(shape, dtype, load, file=file, axes=self._axes(name, shape))
@@ -117,7 +118,10 @@ class _Reader:
     def _external(
         self, name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[str, str, Any, str]:
-        """(code, what is wrong, function that reads it, file) of a tensor in another file of the folder."""
+        """(code, what is wrong, function that reads it, file) of a tensor in another file of the folder.
+
+        The code is empty where the file has its own problem.
+        """
         facts = {entry.key: entry.value for entry in tensor.external_data}
         location, size = facts.get("location", ""), prod(shape) * dtype.itemsize
         pure, home = PurePosixPath(location), self.path.parent.resolve()
@@ -134,7 +138,7 @@ class _Reader:
         if int(length) != size:
             return "G704", f"{int(length)} bytes are stored for {prod(shape)} entries, which take {size}", None, ""
         if begin + size > held:
-            return "G704", f"cut off: {plain(file.name)} ends {begin + size - held} bytes before it does", None, ""
+            return "", self.cut.add(plain(file.name), held, begin + size, name), None, ""
         said = str(dtype).removeprefix("torch.")
         return "", "", partial(read_tensor, file, begin, size, said, shape), file.name
 
@@ -216,6 +220,7 @@ def open_onnx(path: Path) -> Opened:
                 reader.add(name, tensor)
     except Exception as error:  # of protobuf, and those that a hostile model provokes
         raise damaged(path, error) from error
+    reader.problems += reader.cut.problems()
     for file, ranges in reader.ranges.items():
         ends = sorted((begin, end, name) for (begin, end), name in ranges.items() if begin < end)
         reader.problems += gaps(ends, file.stat().st_size, file.name, alignment=_ALIGNMENT)

@@ -47,8 +47,11 @@ def pattern_of(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
-def families(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+def families(shapes: Mapping[str, tuple[int, ...]], *, siblings: int = SIBLINGS) -> list[list[str]]:
     """The matrices that repeat from layer to layer: at least four of one shape and one name up to numbers in it.
+
+    Args:
+        siblings: of each matrix, at least.
 
     What has one side alone that is longer than 1 is a vector, such as the bias of all channels of an image.
 
@@ -61,7 +64,7 @@ def families(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
     for name, shape in shapes.items():
         if sum(side > 1 for side in shape) > 1:
             found.setdefault((pattern_of(name), shape), []).append(name)
-    return [names for names in found.values() if len(names) > SIBLINGS]
+    return [names for names in found.values() if len(names) > siblings]
 
 
 def tells_depth(names: Sequence[str]) -> bool:
@@ -118,7 +121,7 @@ def missing_in_blocks(names: Iterable[str], known: Iterable[Problem]) -> list[Pr
     Args:
         known: problems that are told already; the tensors that they name are missed no second time.
     """
-    told = {problem.path for problem in known}
+    told = {name for problem in known for name in (problem.path, *problem.tensors)}
     return [
         Problem("G714", name, say("not there, and in {blocks} like it", blocks=counted(others, "block")))
         for name, others in gaps_in_blocks({*names, *told})

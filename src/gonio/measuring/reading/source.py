@@ -23,15 +23,20 @@ from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
+    AS_STORED,
+    EMBEDDING,
     FACTOR,
     LINEAR,
+    MATRIX,
     TABLE,
+    UNKNOWN,
     USUAL_PADDING,
     Axes,
     Shapes,
     StoredTensor,
     TensorEntry,
     clean_names,
+    dtype_named,
     has_bias,
     infer,
     is_batched_kernel,
@@ -120,6 +125,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
         made = [*_entries(opened.stored, beside, parts), *opened.others]
+        made = made if config is not None else _as_stored(made, opened.stored)  # adapters have matrices of their own
         if config is not None and config.refusal:
             opened = replace(opened, notes=(*opened.notes, plain(config.refusal)))
     if base is not None and not adapters:
@@ -144,8 +150,34 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         [] if adapters else missing_in_blocks([*opened.stored, *(each.name for each in opened.others)], opened.problems)
     )
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps)
-    notes = (*opened.notes, *opened.optimizer.notes)
+    notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
+
+
+def _as_stored(entries: list[TensorEntry], stored: StoredTensors) -> list[TensorEntry]:
+    """The entries, with the rows of matrices as filters where a file tells of none of them what its dimensions are.
+
+    Norms, ranks and spectra of all of a matrix are the same for both dimensions. A file with a weight that is read, or
+    with a tensor of more than one dimension that is left out for another reason, is none of these.
+    """
+    held = {cleaned: stored[name] for name, cleaned in clean_names(stored).items()}
+    wide = [entry for entry in entries if entry.shape is None or len(entry.shape) > 1]
+    if not all(_is_untold(entry, held.get(entry.name)) for entry in wide):
+        return entries
+
+    def read(entry: TensorEntry) -> TensorEntry:
+        told = (*entry.notes, AS_STORED)
+        return replace(entry, kind=MATRIX, layout=Layout(), reason="", notes=told, inferred=True, table=True)
+
+    return [read(entry) if len(entry.shape or ()) > 1 else entry for entry in entries]
+
+
+def _is_untold(entry: TensorEntry, stored: StoredTensor | None) -> bool:
+    """Whether a tensor is a matrix of numbers of which only the order of the dimensions is not known."""
+    if entry.reason != UNKNOWN or entry.role or stored is None or len(stored.shape) != 2 or 1 in stored.shape:
+        return False
+    dtype = dtype_named(stored.values or stored.dtype)
+    return dtype is not None and dtype.is_floating_point
 
 
 def tables_in(shapes: Shapes) -> frozenset[tuple[int, ...]]:
@@ -195,7 +227,7 @@ def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> I
             kind = LINEAR if kind == TABLE and name in layers else kind
             notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
             made = tensor.entry(cleaned[name], kind, layout, reason, notes)
-            made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]))
+            made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]), table=kind == TABLE)
             made = replace(made, padding=padding_rows(shapes[name], beside.padding, tables))
             made = stacks[name].entry(made) if name in stacks else made
             yield _without_batch(replace(made, role="adapter", kind=FACTOR) if name in of_adapters else made)
@@ -211,6 +243,7 @@ def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
     order = axes.order
     kind = axes.kind or f"{len(tensor.shape)}-d tensor"
     made = tensor.entry(name, kind, axes.layout, axes.reason, axes.notes)
+    made = replace(made, table=kind in (TABLE, EMBEDDING))
     if order is None or order == tuple(range(len(order))):
         return made
     shape = tuple(tensor.shape[dim] for dim in order)

@@ -14,7 +14,7 @@ from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.measuring.reading.optimizers import OptimizerContents
-from gonio.messages import say
+from gonio.messages import Message, counted, say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
 _KEYS: tuple[str, ...] = (
@@ -38,11 +38,50 @@ _NESTED = 6  # levels below which containers of a checkpoint are not searched fo
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a file, or with a tensor's place; the code is of a rule on files."""
+    """Something wrong with a file, or with a tensor's place; the code is of a rule on files.
+
+    Attributes:
+        tensors: of a problem of a file, the names of the tensors that cannot be read for it.
+    """
 
     code: str
     path: str
     found: str
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass
+class CutOff:
+    """Tensors that end after the file that holds them, by the name of the file: one problem per file.
+
+    Example:
+        >>> from gonio.measuring.reading.state_dicts import CutOff
+        >>> cut = CutOff()
+        >>> cut.add("a.safetensors", 100, 140, "w")
+        'cut off: the file ends 40 bytes before it does'
+        >>> next(cut.problems()).found
+        'cut off: 100 of 140 bytes are there, without the end of 1 tensor: w'
+    """
+
+    files: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)
+
+    def add(self, file: str, size: int, end: int, tensor: str) -> Message:
+        """Add a tensor that should end at the byte `end` of a file of this size; returns what is wrong with it."""
+        self.files.setdefault(file, (size, {}))[1][tensor] = end
+        return say("cut off: the file ends {value} bytes before it does", value=end - size)
+
+    def problems(self) -> Iterator[Problem]:
+        """One problem for each file, with its size and its tensors."""
+        for file, (size, ends) in self.files.items():
+            names = listing([plain(name, longest=200) for name in sorted(ends, key=ends.__getitem__)], limit=4)
+            found = say(
+                "cut off: {size:,} of {whole:,} bytes are there, without the end of {tensors}: {names}",
+                size=size,
+                whole=max(ends.values()),
+                tensors=counted(len(ends), "tensor"),
+                names=names,
+            )
+            yield Problem("G704", file, found, tuple(ends))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from gonio import escaping
-from gonio.errors import UnknownNameError, import_extra
+from gonio.errors import UnknownNameError, import_extra, listing
 from gonio.escaping import csv_table, display_width, plain, printed, shorten
 from gonio.messages import LANGUAGES, Message, fixed, joined, local, say, tag
 from gonio.pages import made_by
@@ -154,23 +154,32 @@ class PagedTable(Table[Row]):
 
 
 def reasons(tensors: Sequence[Any]) -> Message:
-    """The number of these tensors, and the reasons of the first five."""
+    """The number of these tensors, and the first five reasons, each with the first of its tensors."""
     if not tensors:
         return say("none")
+    groups: dict[str, list[Any]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.reason, []).append(tensor)
     named = [
-        say("{path}: {reason}", path=plain(t.path, longest=200), reason=_cut(t.reason, longest=300))
-        for t in tensors[:5]
+        say(
+            "{path}: {reason}",
+            path=listing([plain(t.path, longest=200) for t in members], limit=3),
+            reason=_cut(members[0].reason, longest=300),
+        )
+        for members in list(groups.values())[:5]
     ]
-    shown = joined(named)
-    if len(tensors) > 5:
-        shown = say("{shown} and {more} more", shown=shown, more=len(tensors) - 5)
+    shown, more = joined(named, "; "), sum(len(members) for members in list(groups.values())[5:])
+    shown = say("{shown} and {more} more", shown=shown, more=more) if more else shown
     return say("{n} ({shown})", n=len(tensors), shown=shown)
 
 
 def _cut(reason: str, *, longest: int) -> Message:
     """A reason from outside as plain text; one of ours can be translated."""
     said = plain(reason, longest=longest)
-    return Message(said, *((reason.template, reason.values) if isinstance(reason, Message) else (said,)))
+    if isinstance(reason, Message):
+        return Message(said, reason.template, reason.values)
+    said = said.removesuffix(".")
+    return Message(said, said)
 
 
 def frame_from(rows: Sequence[Any], columns: Sequence[str]) -> Any:
