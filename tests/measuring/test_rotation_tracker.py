@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gonio
@@ -119,6 +120,19 @@ def test_a_step_after_which_weights_are_not_finite_has_rows_and_findings(tmp_pat
     assert "From step 2 on" in tracker.to_html()
     tracker.undo_()
     assert "From step 2 on" in (tmp_path / "run.html").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm, prune.random_unstructured])
+def test_weights_that_hooks_compute_have_rows(wrap: Any) -> None:
+    options = {"name": "weight", "amount": 1} if wrap is prune.random_unstructured else {}
+    model = wrap(nn.Linear(3, 2), **options)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=opt, every=1, also=("gradient",))
+    step(model, opt)
+    (row,) = tracker.rows
+    assert row["rotation"] > 0
+    assert row["gradient_norm"] > 0
 
 
 def test_a_fused_step_that_changes_nothing_has_no_row() -> None:

@@ -52,11 +52,15 @@ def one_by_one(source: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[TensorMeas
 def same(found: Sequence[TensorMeasurement], expected: Sequence[TensorMeasurement]) -> str:
     """The first figure that differs by more than rounding; empty if none does."""
     for one, other in zip(found, expected, strict=True):
+        # of parallel rows: angles are roots of a rounding error, and all pairs are the closest
+        parallel = all(each.angle_mean is not None and each.angle_mean < 0.05 for each in (one, other))
         for field in fields(TensorMeasurement):
             a, b = getattr(one, field.name), getattr(other, field.name)
             if field.name == "angle_histogram" and a != b:  # an angle at the edge of a degree
                 if sum(abs(x - y) for x, y in zip(a, b, strict=True)) > 2:
                     return f"{one.name}: {field.name}"
+            elif parallel and field.name in ("angle_mean", "angle_std", "closest"):
+                continue
             elif not _close(a, b):
                 return f"{one.name}: {field.name} {a} {b}"
     return ""

@@ -230,9 +230,27 @@ class StepFigures:
             if own is not None:
                 return [own]
             lists = module._modules.get("parametrizations")
-            return list(lists[name].parameters()) if isinstance(lists, nn.ModuleDict) and name in lists else []
+            if isinstance(lists, nn.ModuleDict) and name in lists:
+                return list(lists[name].parameters())
+            return [] if entry.load is None else _leaves_of(entry.load)
 
         return parameters
+
+
+def _leaves_of(load: Callable[[], Any]) -> list[Tensor]:
+    """The parameters of a weight that a module computes, as hooks and methods do, from the derivative's own graph."""
+    with torch.enable_grad():
+        value = load()
+    waiting, seen, found = [value.grad_fn] if isinstance(value, Tensor) else [], set[Any](), list[Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+            found.append(leaf)
+        waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 def _squares_of_gradients(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
