@@ -316,14 +316,3 @@ def test_an_adapter_that_does_not_fit_is_a_finding(change: str, said: dict[str, 
         assert {f.path: f.found for f in found if f.code == "G713"} == said
     if change != "none" and "" not in said:
         assert "G713" in {f.code for f in difference(Network(), tmp_path).findings}
-
-
-def test_a_base_without_any_of_the_weights_is_refused() -> None:
-    adapter = {
-        "base_model.model.q.lora_A.weight": torch.ones(2, 8),
-        "base_model.model.q.lora_B.weight": torch.ones(8, 2),
-    }
-    with pytest.raises(InvalidArgumentError, match="found state dict, which has none of these weights"):
-        measure(adapter, base={"other.weight": torch.ones(8, 8)})
-    found = measure(adapter, base={"q.weight": torch.ones(8, 8), "other.weight": torch.ones(8, 8)})
-    assert "q.base_and_lora" in [tensor.path for tensor in found.tensors]

@@ -136,14 +136,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         )
     if adapters:
         held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
-        added = entries_of_adapters(adapters, held)
-        if base is not None and {each.name for each in held.values()}.isdisjoint(each.name for each in added):
-            raise InvalidArgumentError(
-                "measure(base=) adds adapters to the weights that they adapt",
-                say("{base}, which has none of these weights", base=name_of(base)),
-                "Pass the model that they adapt, or no base.",
-            )
-        made += added
+        made += entries_of_adapters(adapters, held)
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     gaps = (
