@@ -24,9 +24,7 @@ def misnamed(path: Path) -> UnreadableFileError | None:
         return None
     try:
         found = _kind(path)
-    except (
-        Exception
-    ):  # a damaged archive provokes almost any of them, and the reader's own error says that it is damaged
+    except Exception:  # a damaged archive may raise anything; the reader's own error says that it is damaged
         return None
     if found is None or path.suffix in found[1]:
         return None
