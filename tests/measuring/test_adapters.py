@@ -262,6 +262,16 @@ def test_a_rotation_that_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path)
     assert "no triangles of rotations" in measure(ragged)["q.base_and_oft"].reason
 
 
+def test_a_base_that_has_none_of_the_weights_is_refused(tmp_path: Path) -> None:
+    base, model, _ = adapted("lora")
+    model.save_pretrained(tmp_path)
+    other = nn.Sequential(nn.Linear(30, 40))
+    with pytest.raises(InvalidArgumentError, match="which has none of the weights that they adapt, such as"):
+        measure(tmp_path, base=other)
+    base.q = None  # the others are enough
+    assert measure(tmp_path, base=base)["q.base_and_lora"].reason == "the base has no weight q"
+
+
 def test_a_trained_adapter_that_has_learned_one_direction_is_no_finding(tmp_path: Path) -> None:
     """Few directions are what an adapter is for; the same product as a weight of a model is one, and so is NaN."""
     random = torch.Generator().manual_seed(0)

@@ -13,8 +13,9 @@ import gonio
 from catalog import seeded
 from gonio import Penalty
 from gonio import regularizers as R
-from gonio.errors import InvalidArgumentError
+from gonio.errors import GonioWarning, InvalidArgumentError
 from gonio.geometry import layout_of, matrix_view
+from gonio.penalty.penalty import UNCALLED
 from gonio.seeding import generator
 from laws.support import reloaded
 from tolerances import close, exact
@@ -323,3 +324,33 @@ def test_probes_read_the_weight_and_not_the_inputs(layer: nn.Module) -> None:
 def test_probes_and_samples_exclude_each_other() -> None:
     with pytest.raises(InvalidArgumentError, match=r"SelfOrthogonality\(\) needs probes >= 2, without samples; found"):
         R.SelfOrthogonality(1.0, probes=64, samples=8)
+
+
+def _trained(penalty: Penalty, model: nn.Module, steps: int, *, call: bool = False) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        (loss + penalty() if call else loss).backward()
+        optimizer.step()
+
+
+def test_a_penalty_that_is_never_called_warns_once() -> None:
+    model = network()
+    penalty = Penalty(model, WEIGHT_RULES)
+    _trained(penalty, model, UNCALLED - 1)
+    with pytest.warns(GonioWarning, match="SGD made 10 steps with .*, which was not called") as said:
+        _trained(penalty, model, UNCALLED)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("why", ["called", "undone", "other weights", "gone"])
+def test_a_penalty_that_needs_no_call_is_silent(why: str) -> None:
+    model = network()
+    penalty = Penalty(model, WEIGHT_RULES)
+    if why == "undone":
+        penalty.undo_()
+    other = penalty if why != "gone" else Penalty(network(), WEIGHT_RULES)
+    if why == "gone":
+        del penalty
+    _trained(other, network() if why == "other weights" else model, UNCALLED + 1, call=why == "called")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from types import TracebackType
@@ -10,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.steps import parameter_ids, watch
 from gonio.editing.where import Where, refuse_flat_shards
-from gonio.errors import InvalidArgumentError, listing
+from gonio.errors import GonioWarning, InvalidArgumentError, listing
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
@@ -20,6 +23,10 @@ from gonio.surgery.blocks import Anatomy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+UNCALLED = 10
+"""Steps of an optimizer after which a penalty that was never called warns."""
 
 
 class Penalty:
@@ -35,6 +42,8 @@ class Penalty:
     A weight under two rules has two terms. A tensor that several layers share counts once per rule. Frozen weights are
     skipped as long as they are frozen. Regularizers of the scale alone skip weights in front of a normalisation layer.
     ``print(penalty)`` shows all of this.
+
+    A penalty that was not called in the first ten steps of an optimizer of its weights warns once.
 
     Under ``torch.amp.GradScaler`` the penalty is scaled with the loss that it is part of. Under gradient
     accumulation either divide the whole loss, penalty included, by the number of micro-batches, or divide
@@ -93,6 +102,8 @@ class Penalty:
         self._accumulate = accumulate
         self._calls = 0
         self._last: list[tuple[str, float, dict[str, Tensor]]] = []
+        self._undone = False
+        _expect_call(self)
 
     @property
     def step(self) -> int:
@@ -237,6 +248,7 @@ class Penalty:
 
     def undo_(self) -> None:
         """Remove every hook from the model. Terms on outputs cannot be computed afterwards."""
+        self._undone = True
         for term in self._reading:
             term.remove()
 
@@ -297,6 +309,28 @@ class Penalty:
         width = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}".rstrip() for a, b, c in rows]
         return "\n".join([self._head, *lines, *(f"  note: {remark}" for remark in self._remarks)])
+
+
+def _expect_call(penalty: Penalty) -> None:
+    """Warn if an optimizer of the penalty's weights makes `UNCALLED` steps before the penalty is called."""
+    ref, steps = weakref.ref(penalty), 0
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        nonlocal steps
+        alive = ref()
+        if alive is None or alive._calls or alive._undone:
+            end()
+            return
+        steps += bool(parameter_ids(optimizer) & {id(p) for term in alive._terms for p in term.weight.parameters()})
+        if steps == UNCALLED:
+            end()
+            text = (
+                f"Penalty: {type(optimizer).__name__} made {steps} steps with weights of this penalty, which was not "
+                "called and so had no effect. Add penalty() to the loss, or call penalty.add_grads_() before each step."
+            )
+            warnings.warn(text, GonioWarning, stacklevel=2)
+
+    end = watch(None, after=after, measures=True, verb="Penalty")
 
 
 def describe(regularizer: Regularizer) -> str:

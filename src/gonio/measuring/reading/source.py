@@ -136,7 +136,18 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         )
     if adapters:
         held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
-        made += entries_of_adapters(adapters, held)
+        added = entries_of_adapters(adapters, held)
+        if base is not None and not any(held.get(e.weight_name or e.name) is e for e in added):
+            raise InvalidArgumentError(
+                "measure(base=) takes the model that the adapters adapt",
+                say(
+                    "{base}, which has none of the weights that they adapt, such as {path}",
+                    base=name_of(base),
+                    path=plain(adapters[0].path),
+                ),
+                "Pass the model that they were trained on as base.",
+            )
+        made += added
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     gaps = (
