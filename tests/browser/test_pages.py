@@ -71,6 +71,17 @@ def test_print_has_the_text_of_every_column(name: str, visit: Visit, tmp_path: P
     assert {cell for cell in wanted if cell not in squeezed} == set()
 
 
+LANDSCAPE, UPRIGHT = 1047, 718  # px between the margins of A4; pages ask for the first
+PRINTED = [("claims", UPRIGHT), *(pytest.param(name, LANDSCAPE, marks=pytest.mark.slow) for name in KINDS)]
+
+
+@pytest.mark.parametrize(("name", "width"), PRINTED)
+def test_nothing_is_wider_than_the_sheet(name: str, width: int, visit: Visit) -> None:
+    page = visit(name, width=width)
+    page.emulate_media(media="print")
+    assert page.evaluate(OVERFLOW) == 0
+
+
 def test_text_of_others_stays_text(visit: Visit) -> None:
     page = visit("payloads")
     assert page.locator("script").count() == 1
