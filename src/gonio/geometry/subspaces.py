@@ -246,25 +246,37 @@ def intruder_dimensions(
     References: [1] R. Shuttleworth, J. Andreas, A. Torralba, P. Sharma, "LoRA vs full fine-tuning: an illusion of
         equivalence", 2024, arXiv 2410.21228, Algorithm 1 (k = 10, threshold 0.5 and 0.6).
     """
-    base, tuned = as_real(base), as_real(tuned)
-    if base.shape != tuned.shape:
-        raise InvalidArgumentError(
-            "intruder_dimensions() compares two weights of one shape",
-            f"shapes {tuple(base.shape)} and {tuple(tuned.shape)}",
-            "Pass the weight before and after.",
-        )
-    top = _top(tuned, k, seed, NEAR)
-    small = min(base.shape)
-    first = _top(base, min(small, 2 * k), seed, NEAR)
-    known = first.values > NULL**0.5 * first.values[0]
-    cosines = (first.left.mT @ top.left).double().abs().mul(known[:, None]).amax(0)
-    exact = small <= DECOMPOSED
-    unlike = (cosines < (max(threshold, SURE) if exact else threshold)).nonzero().flatten()
-    if len(unlike):  # like none of the top ones: look at all
-        others = top.left[:, unlike]
-        cosines[unlike] = _cosines_with_all(base, others) if exact else _cosine_bounds(base, others)
-    chance = random_coherence(small, len(base))
-    return IntruderDimensions(cosines.clamp_max(1).to(top.values), top, first, threshold, chance)
+    return BaseDirections(base, k=k, seed=seed).intruders(tuned, threshold=threshold)
+
+
+class BaseDirections:
+    """The top directions of a base, for :func:`intruder_dimensions` of several tuned weights."""
+
+    @torch.no_grad()
+    def __init__(self, base: Array, *, k: int = CONSIDERED, seed: int = 0) -> None:
+        self._base, self._k, self._seed = as_real(base), k, seed
+        self.top = _top(self._base, min(*self._base.shape, 2 * k), seed, NEAR)
+
+    @torch.no_grad()
+    def intruders(self, tuned: Array, *, threshold: float = THRESHOLD) -> IntruderDimensions:
+        """What :func:`intruder_dimensions` returns."""
+        base, first, tuned = self._base, self.top, as_real(tuned)
+        if base.shape != tuned.shape:
+            raise InvalidArgumentError(
+                "intruder_dimensions() compares two weights of one shape",
+                f"shapes {tuple(base.shape)} and {tuple(tuned.shape)}",
+                "Pass the weight before and after.",
+            )
+        top = _top(tuned, self._k, self._seed, NEAR)
+        known = first.values > NULL**0.5 * first.values[0]
+        cosines = (first.left.mT @ top.left).double().abs().mul(known[:, None]).amax(0)
+        exact = min(base.shape) <= DECOMPOSED
+        unlike = (cosines < (max(threshold, SURE) if exact else threshold)).nonzero().flatten()
+        if len(unlike):  # like none of the top ones: look at all
+            others = top.left[:, unlike]
+            cosines[unlike] = _cosines_with_all(base, others) if exact else _cosine_bounds(base, others)
+        chance = random_coherence(min(base.shape), len(base))
+        return IntruderDimensions(cosines.clamp_max(1).to(top.values), top, first, threshold, chance)
 
 
 def _cosines_with_all(base: Tensor, directions: Tensor) -> Tensor:

@@ -1,20 +1,25 @@
 """Write the archives of this folder: tiny checkpoints by DeepSpeed and Megatron, from two processes on a CPU.
 
-    python -m file_formats.written.write deepspeed|megatron      (in tests; needs the package, einops, hjson)
+    python -m file_formats.written.write deepspeed|megatron|omegaconf      (in tests; needs the package, einops, hjson)
 
 DeepSpeed 0.19.8 trains a perceptron for five steps with AdamW in bfloat16, in stages 1 to 3 of ZeRO. megatron-core
-0.16.1 saves two sharded weights, a replicated one and moments; its calls that wait for a GPU do nothing here.
+0.16.1 saves two sharded weights, a replicated one and moments; its calls that wait for a GPU do nothing here. OmegaConf
+2.3 is saved by torch with settings beside weights.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
 import tempfile
-from pathlib import Path
+from collections import defaultdict
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -80,7 +85,24 @@ def by_megatron(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def by_omegaconf(path: Path) -> None:
+    """A checkpoint as Lightning writes them, with the settings that people keep in `hyper_parameters`."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create({"model": {"width": 8, "lr": 1e-3, "on": True, "dims": [1, 2], "ref": "${model.width}"}})
+    settings: dict[str, Any] = {"config": config, "args": argparse.Namespace(lr=1e-3, out=PurePosixPath("runs"))}
+    settings |= {"when": datetime(2025, 1, 1), "scale": np.float32(3), "ones": np.ones(2)}
+    settings["lists"] = defaultdict(list, {"a": [1]})
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    model.tied = model.weight
+    torch.save({"epoch": 3, "state_dict": model.state_dict(), "hyper_parameters": settings}, path)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["omegaconf"]:
+        by_omegaconf(HERE / "omegaconf.ckpt")
+        sys.exit()
     with tempfile.TemporaryDirectory() as made:
         if sys.argv[1:] == ["deepspeed"]:
             for stage in (1, 2, 3):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gonio.escaping import plain
-from gonio.geometry import Layout, intruder_dimensions, matrix_view, principal_angles
+from gonio.geometry import Layout, matrix_view, principal_angles
 from gonio.geometry.blocks import Stored, StoredDifference, frobenius_norm
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
-from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
+from gonio.geometry.subspaces import CONSIDERED, THRESHOLD, BaseDirections
 from gonio.seeding import generator
 
 FILTERS, SAMPLED = 1024, 512  # of one matrix: up to so many, all products are compared, else those of a sample
@@ -134,8 +134,10 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
     """The figures of two finite tensors of one shape and dtype that differ, read in blocks as they are stored."""
     values: dict[str, Any] = {"shape": tuple(before.shape)}
     views = None if layout is None or before.ndim < 2 else [matrix_view(x, layout) for x in (before, after)]
-    if views is not None:
-        values |= _directions(*views)
+    bases: list[BaseDirections] = []
+    if views is not None and _tellable(views[0]) and all(bool(view.any()) for view in views):
+        bases = [BaseDirections(old, k=_considered(*old.shape)) for old in views[0]]
+        values |= _directions(bases, views[1])
     norm, moved = norm_of(before), norm_of(StoredDifference(before, after))
     values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
     values |= _entries(before.flatten(), after.flatten())
@@ -146,7 +148,7 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
         values["reordered"] = _reordered(rows.before, rows.after)
         values |= _products(change, norm, moved, name)
         if values.get("intruders"):
-            chance = _intruders_by_chance(views[0], moved, name)
+            chance = _intruders_by_chance(bases, views[0], moved, name)
             values |= {"intruders_random": len(chance), "intruders_first_random": _first(chance)}
     return values
 
@@ -263,13 +265,11 @@ def _considered(n: int, d: int) -> int:
     return max(1, min(CONSIDERED, min(n, d) // 4))
 
 
-def _directions(before: Tensor, after: Tensor) -> dict[str, Any]:
+def _directions(bases: Sequence[BaseDirections], after: Tensor) -> dict[str, Any]:
     """Intruders and the angles between top subspaces; of all matrices, the details of the first."""
-    _, n, d = before.shape
-    if not _tellable(before) or not all(bool(x.any()) for x in (before, after)):
-        return {}
+    _, n, d = after.shape
     k = _considered(n, d)
-    found = [intruder_dimensions(old, new, k=k) for old, new in zip(before, after, strict=True)]
+    found = [base.intruders(new) for base, new in zip(bases, after, strict=True)]
     angles = [principal_angles(one.base.left[:, :k], one.top.left) for one in found]
     return {
         "intruders": sum(len(one.numbers) for one in found),
@@ -286,12 +286,12 @@ def _first(numbers: Sequence[int]) -> int:
     return sum(number < FIRST for number in numbers)
 
 
-def _intruders_by_chance(before: Tensor, moved: float, name: str) -> list[int]:
+def _intruders_by_chance(bases: Sequence[BaseDirections], before: Tensor, moved: float, name: str) -> list[int]:
     """The places of the intruders after a change of this norm with independent normal entries."""
     _, n, d = before.shape
     places: list[int] = []
-    for i, old in enumerate(before):
+    for i, (base, old) in enumerate(zip(bases, before, strict=True)):
         draw = torch.randn(n, d, generator=generator(0, "random change", name, i))
         changed = draw.to(old.device, computed_in(old.dtype)).mul_(moved / sqrt(before.numel())).add_(old)
-        places += intruder_dimensions(old, changed, k=_considered(n, d)).numbers
+        places += base.intruders(changed).numbers
     return places

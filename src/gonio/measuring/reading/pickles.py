@@ -32,7 +32,19 @@ _OPCODES = (  # noqa: SIM905
     "APPENDS SETITEM SETITEMS ADDITEMS FROZENSET BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL"
 ).split()
 LARGEST_PICKLE = 1 << 30  # bytes; the metadata of a million pieces of tensors has 200 MB
-_CONTAINERS = {"collections.OrderedDict": dict, "builtins.set": set, "builtins.frozenset": frozenset}
+_ATTRIBUTE_DICTS = (  # Lightning's, of its versions
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "lightning.pytorch.utilities.parsing.AttributeDict",
+    "lightning.fabric.utilities.data.AttributeDict",
+)
+_CONTAINERS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": dict,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "collections.defaultdict": lambda *_: {},
+    **dict.fromkeys(_ATTRIBUTE_DICTS, dict),
+}
 _TENSOR = "torch._utils._rebuild_tensor_v2"
 _SUBCLASS = (
     "torch._tensor._rebuild_from_type_v2"  # of a tensor with attributes: (function, class, arguments, attributes)
@@ -54,6 +66,25 @@ STORAGES = {
 OF_TORCH = frozenset(
     {*STORAGES, *_CONTAINERS, *_PARAMETERS, _TENSOR, _SUBCLASS, "torch.Size", "torch.Tensor", "torch.device"}
 )
+_BUILT_IN = "bool bytearray bytes complex dict float int list long object range slice str tuple".split()  # noqa: SIM905
+_NODES = "Any Boolean Bytes Enum Float Integer Path String".split()  # noqa: SIM905
+# Classes of the settings that trainers save beside a model: their objects become records, which nothing looks into.
+OF_SETTINGS = frozenset(
+    {
+        *_CONTAINERS,
+        *(f"builtins.{name}" for name in _BUILT_IN),
+        *(f"omegaconf.nodes.{name}Node" for name in _NODES),
+        *(f"omegaconf.{name}" for name in ("base.ContainerMetadata", "base.Metadata")),
+        *(f"omegaconf.{name}" for name in ("dictconfig.DictConfig", "listconfig.ListConfig")),
+        *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local")
+          for kind in ("", "Pure", "Posix", "PurePosix", "Windows", "PureWindows")),
+        *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
+        *(f"{module}.multiarray.{name}" for module in ("numpy.core", "numpy._core")
+          for name in ("_reconstruct", "scalar")),
+        *("numpy.dtype", "numpy.ndarray", "_codecs.encode"),
+        *("argparse.Namespace", "types.SimpleNamespace", "typing.Any"),
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -230,15 +261,20 @@ class Archive:
         info = self._records.get(part.key)
         return info is not None and part.reach <= info.file_size and part.bytes <= info.file_size
 
+    def place(self, part: StoredPart) -> tuple[int, int]:
+        """The first byte of the tensor's storage in the file, and the byte after the last one."""
+        info = self._records[part.key]
+        with self.path.open("rb") as file:
+            begin = record_start(file, info, self.begin)
+        return begin, begin + info.file_size
+
     def entries(self, part: StoredPart) -> Tensor:
         """The entries of a tensor in a row, read from their place; the record's checksum is not compared."""
-        info = self._records[part.key]
         if not part.contiguous:
             found = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
             self.read(part, found)
             return found.reshape(-1)
-        with self.path.open("rb") as file:
-            begin = record_start(file, info, self.begin) + part.offset * part.itemsize
+        begin = self.place(part)[0] + part.offset * part.itemsize
         return read_tensor(self.path, begin, part.bytes, part.dtype, (prod(part.shape),))
 
     def read(self, part: StoredPart, target: Tensor) -> None:

@@ -13,16 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import UnreadableFileError
-from gonio.escaping import shorten
+from gonio.errors import UnreadableFileError, listing
+from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import misnamed
 from gonio.measuring.reading.entry import StoredTensor, stored_entries
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
+from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Found, Opened, open_state, state_in
+from gonio.messages import say
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # scripts of torch's own examples write model.pth.tar
-_CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) was not an allowed global")  # in errors of torch's reader
+_CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
+_OTHER = re.compile(r"it holds an object of ([\w.]{1,200})")  # of the reader of pickles here
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
 
@@ -62,6 +65,9 @@ def open_torch(path: Path, key: str = "") -> Opened:
     found = state_in(mapped.content, what=repr(path.name), key=key)
     at = tuple(found.key.split(".")) if found.key else ()
     opened = open_state(found, lambda name: mapped.read((*at, name)))
+    if classes := sorted(_classes_in(mapped.content)):
+        told = say("not read: objects of {names}", names=listing(classes, limit=3))
+        opened = replace(opened, notes=(*opened.notes, told))
     raw = optimizers_in(mapped.content, mapped.stored)
     return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened
 
@@ -143,15 +149,56 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle provokes almost any of them
+        other = error
+        if _CLASS.search(str(error)) and zipfile.is_zipfile(path):
+            try:
+                return _beside_settings(path)
+            except Exception as raised:
+                other = raised
         try:
-            why = _why_not(path, error)
+            why = _why_not(path, error, other)
         except OSError as refused:
             why = f"the system refuses it ({refused.strerror})", "Check the permissions."
         raise (misnamed(path) or UnreadableFileError(str(path), *why)) from error
 
 
-def _why_not(path: Path, error: Exception) -> tuple[str, str]:
-    """Why torch does not read a file, and what to do."""
+def _beside_settings(path: Path) -> Any:
+    """The content of an archive with objects of settings, which become records; its tensors are mapped into memory.
+
+    Raises:
+        Exception: almost any for another archive.
+    """
+    archive = Archive(path, allowed=OF_TORCH | OF_SETTINGS)
+    file, storages = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size), {}
+
+    def tensor_of(part: StoredPart) -> Tensor:
+        if not archive.holds(part):
+            raise ValueError("a tensor has more bytes than its record")
+        if part.key not in storages:
+            storages[part.key] = file[slice(*archive.place(part))]
+        empty = torch.empty(0, dtype=getattr(torch, part.dtype))
+        return empty.set_(storages[part.key], part.offset, part.shape, part.strides)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, StoredPart):
+            return tensor_of(value)
+        if isinstance(value, dict):
+            return {key: read(one) for key, one in value.items()}
+        return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else value
+
+    return read(archive.content)
+
+
+def _classes_in(value: Any) -> set[str]:
+    """The classes of the objects that were not read."""
+    if isinstance(value, Record):
+        return {value.name}
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return {name for one in inner for name in _classes_in(one)}
+
+
+def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
+    """Why torch does not read a file, and the reader of archives with settings neither, and what to do."""
     with path.open("rb") as file:
         start = file.read(4)
     if not start:
@@ -164,9 +211,14 @@ def _why_not(path: Path, error: Exception) -> tuple[str, str]:
     known = [line for line in lines if line.startswith("WeightsUnpickler error")]
     said = (known or lines or [type(error).__name__])[0]
     do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
-    held = _CLASS.search(said)
+    held = _OTHER.search(str(other)) or (_CLASS.search(str(error)) if other is error else None)
     if held:
         return f"it holds more than tensors and plain containers: an object of {held[1]}", do
+    if other is not error:
+        return (
+            f"it is damaged: {plain(str(other) or type(other).__name__, longest=300)}",
+            "Copy, download or save it again.",
+        )
     return f"it is damaged or holds more than tensors and plain containers ({said[:300]})", do
 
 
