@@ -245,22 +245,17 @@ def _set(optimizer: Any, watches: list[_Watch]) -> None:
     if optimizer is None:
         _OF_ALL = watches
     else:
-        vars(optimizer)[_WATCHES] = watches
-
-
-def _in_order(optimizer: Optimizer) -> list[_Watch]:
-    own = _get(optimizer)
-    return [*_OF_ALL, *(each for each in own if each.measures), *(each for each in own if not each.measures)]
+        vars(optimizer)[_WATCHES] = sorted(watches, key=lambda each: not each.measures)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for each in _in_order(optimizer):
+    for each in (*_OF_ALL, *_get(optimizer)):
         if each.before is not None:
             each.before(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for each in reversed(_in_order(optimizer)):
+    for each in (*_OF_ALL, *_get(optimizer))[::-1]:
         if each.after is not None:
             each.after(optimizer)
 
