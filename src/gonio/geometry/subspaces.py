@@ -24,7 +24,7 @@ from gonio.seeding import generator
 # at most ‖R‖/g [Davis and Kahan 1970], as far as the next Ritz value has converged; rounding adds to R. Where a block
 # is only rounding, the Krylov space is complete, as after one step for a matrix with equal singular values.
 EXACT = 512  # smaller side up to which all singular vectors are computed, in float64
-BLOCK = 22  # vectors of a block beyond k, at least
+BLOCK = 6  # vectors of a block beyond k, at least
 MULTIPLE = 16  # of which the vectors of a block are a multiple: products of 32 columns are faster than those of 34
 STEPS = 64  # blocks at most
 ROUNDING = 16.0  # errors of products and decompositions, in units of the rounding of σ₁²
