@@ -3,9 +3,9 @@
     python -m benchmarks.live_page [rounds [seconds [network…]]]
 
 Two copies of a network train in turns, one of them with `gonio.Tracker(model, optimizer=…, page=…)`: all figures at
-every 100th step, a page at most every 10 seconds. A turn is at least so many seconds of whole intervals of 100 steps,
-so that it has pages; the order of the two changes from round to round, and the ratio of a round is that of the times of
-a step. The goal is 1.03. As many rounds of two copies without a tracker show the noise.
+every 100th step but at most once a second, a page at most every 10 seconds. A turn is at least so many seconds of whole
+intervals of 100 steps, so that it has pages; the order of the two changes from round to round, and the ratio of a round
+is that of the times of a step. The goal is 1.03. As many rounds of two copies without a tracker show the noise.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import nn
 
 import gonio
 from gonio.errors import InvalidArgumentError
+from gonio.measuring import tracker as tracker_module
 from gonio.measuring.showing import training
 from gonio.measuring.showing.training import SECONDS, LivePage
 
@@ -69,6 +70,31 @@ def test_it_is_written_again_when_it_is_due(network: Any, tmp_path: Path, monkey
     first = path.read_text(encoding="utf-8")
     train(model, optimizer, 2)
     assert path.read_text(encoding="utf-8") != first
+    tracker.undo_()
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, [2, 6, 10]), (2, [2, 4, 6, 8, 10])])
+def test_by_default_fast_steps_are_measured_once_a_second(
+    every: int | None, steps: list[int], network: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = network
+    clock = Clock()
+    monkeypatch.setattr(tracker_module, "EVERY", 2)
+    monkeypatch.setattr(tracker_module.time, "monotonic", clock)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=every, page=tmp_path / "run.html")
+    for _ in range(10):
+        clock.now += 0.3
+        train(model, optimizer, 1)
+    assert sorted({row["step"] for row in tracker.rows}) == steps
+    tracker.undo_()
+
+
+def test_without_a_page_the_clock_plays_no_part(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = network
+    monkeypatch.setattr(tracker_module, "EVERY", 2)
+    tracker = gonio.Tracker(model, optimizer=optimizer)
+    train(model, optimizer, 6)
+    assert sorted({row["step"] for row in tracker.rows}) == [2, 4, 6]
     tracker.undo_()
 
 
