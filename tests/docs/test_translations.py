@@ -11,7 +11,7 @@ import pytest
 
 from docs.pages import ROOT, builder_of
 
-HOWTO = ("check", "measure", "compare")
+HOWTO = ("check", "measure", "compare", "fine-tuning")
 METHODS = ("initialisation", "normalisation", "decoupled", "angular-regularisation", "scale-shift-invariant")
 PAIRS = {
     "README.md": "README.zh-CN.md",
