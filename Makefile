@@ -66,9 +66,10 @@ bank: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m bank.files docs/bank-files.json
 	$(BIN)/python docs/build_bank.py
 
-# Planted damages in files of every format, and healthy files: the table of docs/howto/check.md.
+# Planted damages in files of every format, and healthy files: the table of docs/howto/check.md and its translation.
 planted: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m checking.counts
+	$(BIN)/python docs/build_translations.py
 
 # The tests of tests/slow for longer: half an hour of threads, 1,000 damages of study files, 2,000 kills of studies and
 # of commands, 5,000 runs on a cluster with a node killed every minute; and 60 interruptions of every verb and its undo.
@@ -107,7 +108,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.history
 
-# Run the pages and write the outputs and tables that they show anew; docs/zh/start.md repeats those of docs/start.md.
+# Run the pages and write the outputs and tables that they show anew; docs/zh repeats those of the English pages.
 docs: $(VENV)/.dev
 	cd tests && ../$(BIN)/python -m docs.pages ../README.md ../docs/*.md ../docs/howto/*.md ../docs/methods/*.md ../docs/gallery/*.md \
 		../docs/zh/commands.md
@@ -116,6 +117,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/build_sources.py
 	$(BIN)/python docs/build_schemas.py
 	$(BIN)/python -m benchmarks.other_tools --table
+	$(BIN)/python docs/build_translations.py
 
 # The pages, notebooks and docstrings as a site; needs no network. NOTEBOOKS=off leaves the pictures of notebooks out.
 NOTEBOOKS ?= cache

@@ -11,12 +11,14 @@ import pytest
 
 from docs.pages import ROOT, builder_of
 
+HOWTO = ("check", "measure", "compare", "fine-tuning")
 METHODS = ("initialisation", "normalisation", "decoupled", "angular-regularisation", "scale-shift-invariant")
 PAIRS = {
     "README.md": "README.zh-CN.md",
     "docs/start.md": "docs/zh/start.md",
     "docs/sources.md": "docs/zh/sources.md",
     "docs/claims/corrections.md": "docs/zh/corrections.md",
+    **{f"docs/howto/{name}.md": f"docs/zh/howto/{name}.md" for name in HOWTO},
     **{f"docs/methods/{name}.md": f"docs/zh/methods/{name}.md" for name in METHODS},
 }
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", flags=re.M | re.S)
@@ -27,7 +29,7 @@ CHINESE = re.compile(r"[\u4e00-\u9fff]")
 def code(block: str, language: str) -> list[str]:
     """The code without comments, which are translated."""
     if language not in ("python", "{code-cell}"):
-        return [re.sub(r"\s+# .*", "", line) for line in block.splitlines()]
+        return [re.sub(r"(^|\s+)# .*", "", line) for line in block.splitlines()]
     source = re.sub(r"^:[\w-]+:.*", "", block, flags=re.M)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.string for token in tokens if token.type not in (tokenize.COMMENT, tokenize.NL) and token.string]
@@ -49,11 +51,32 @@ def test_a_chinese_page_follows_the_english_one(english: str, chinese: str) -> N
 
 @pytest.mark.parametrize("page", [*PAIRS.values(), "docs/zh/glossary.md", "docs/zh/claims.md", "docs/zh/commands.md"])
 def test_a_chinese_page_is_chinese(page: str) -> None:
-    """Every paragraph outside code has Chinese characters, apart from markers and lines of links."""
+    """Every paragraph outside code has Chinese characters, apart from markers and tables that are generated."""
     text = re.sub(r"^---\n.*?\n---\n", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
-    prose = re.sub(r"\$\$.*?\$\$|<!--.*?-->", "", BLOCK.sub("", text), flags=re.S)
+    prose = BLOCK.sub("", text)
+    if "/howto/" in page:
+        prose = builder_of("build_translations").MARKED.sub("", prose)
+    prose = re.sub(r"\$\$.*?\$\$|<!--.*?-->", "", prose, flags=re.S)
     foreign = [part for part in prose.split("\n\n") if part.strip() and not CHINESE.search(part)]
     assert foreign in ([], ["# gonio"])
+
+
+def test_outputs_and_tables_are_those_of_the_english_pages() -> None:
+    builder = builder_of("build_translations")
+    stale = [str(page.relative_to(ROOT)) for page, text in builder.pages().items() if page.read_text("utf-8") != text]
+    assert stale == [], "run python docs/build_translations.py"
+    assert {ROOT / page for page in PAIRS.values()} - {ROOT / "docs/zh/corrections.md"} == builder.pairs().keys()
+
+
+def test_an_output_or_a_table_that_was_left_behind_is_found() -> None:
+    builder = builder_of("build_translations")
+    page = "```text\n{0}\n```\n\n<!-- benchmark usual -->\n| {0} |\n<!-- /benchmark -->\n"
+    new, old = page.format("new"), page.format("old")
+    once = builder.copied(new, old, builder.OUTPUT)
+    assert once == old.replace("old\n```", "new\n```")
+    assert builder.copied(new, once, builder.MARKED) == new
+    with pytest.raises(ValueError, match=r"has 2 of .* the Chinese one 1"):
+        builder.copied(new + new, old, builder.OUTPUT)
 
 
 @pytest.mark.parametrize("change", ["## More\n", "```python\nx = 1\n```\n"])
