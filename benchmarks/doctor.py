@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from itertools import combinations
 from math import sqrt
 from typing import Any
 
@@ -129,13 +130,25 @@ def table(found: dict[str, Any]) -> str:
         seen = Counter(record["outcome"] for record in records if record["damage"] == name)
         lines.append(f"| {name} | {seen.total()} | {' | '.join(str(seen[each] or '–') for each in OUTCOMES)} |")
     lines += ["", "| of all detected damages | number | share | 95 % interval |", "|---|--:|--:|--:|"]
-    for what, hits, cases in _shares(records, [case for case in found["healthy"].values() if case]):
+    shares = _shares(records, [case for case in found["healthy"].values() if case])
+    for what, hits, cases in (*shares, agreement(list(found["damaged"].values()))):
         if cases:
             low, high = wilson(hits, cases)
             lines.append(f"| {what} | {hits} of {cases} | {hits / cases:.1%} | {low:.1%} to {high:.1%} |")
     networks = Counter(each[0]["architecture"] for each in found["damaged"].values() if each)
     listed = ", ".join(f"{count} {name}" for name, count in networks.items())
     return "\n".join([*lines, "", f"{networks.total()} damaged networks ({listed}). torch {found['torch']}."])
+
+
+def agreement(networks: list[list[dict[str, Any]]]) -> tuple[str, int, int]:
+    """How often the same verbs were kept for one damage at one place of two networks of an architecture."""
+    verbs: dict[tuple[str, str, str], list[frozenset[str]]] = {}
+    for record in (record for records in networks for record in records):
+        case = record["architecture"], record["damage"], record["place"]
+        verbs.setdefault(case, []).append(frozenset(record["kept"]))
+    pairs = [pair for each in verbs.values() for pair in combinations(each, 2)]
+    what = "the same treatment kept, of pairs of one damage in two networks of an architecture"
+    return what, sum(a == b for a, b in pairs), len(pairs)
 
 
 def _shares(records: list[dict[str, Any]], well: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
@@ -178,7 +191,7 @@ def rates(found: dict[str, Any]) -> dict[str, dict[str, int]]:
 def main(words: list[str]) -> None:
     """Measure, and store after each network; a further run goes on where this one was stopped."""
     torch.set_num_threads(1)
-    count, damaged = (int(words[0]), int(words[1])) if words else (500, 44)
+    count, damaged = (int(words[0]), int(words[1])) if words else (520, 22)
     result: dict[str, Any] = {"torch": torch.__version__, "damaged": {}, "healthy": {}}
     if RESULT.exists() and "damaged" in (there := json.loads(RESULT.read_text(encoding="utf-8"))):
         result = there

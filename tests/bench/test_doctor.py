@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from benchmarks.doctor import names, outcome, rates, table, wilson
+from benchmarks.doctor import agreement, names, outcome, rates, table, wilson
 
 from gonio.measuring import Finding
 
@@ -44,11 +44,11 @@ def test_a_finding_names_its_layer() -> None:
 
 def found() -> dict[str, Any]:
     record = {"damage": "one", "architecture": "a", "outcome": "restored", "layer named": False, "codes": ["G102"]}
-    record["scores"] = [98, 10, 98]
-    refused = {**record, "outcome": "refused", "layer named": True}
+    record |= {"scores": [98, 10, 98], "place": "first", "kept": ["even_out_", "calibrate_"]}
+    refused = {**record, "outcome": "refused", "layer named": True, "kept": []}
     healthy = [{"kept": ["balance_"], "scores": [90.0, 88.0]}, {"kept": [], "scores": [90.0, 90.0]}, None]
     return {
-        "damaged": {"3000": [record, {**record, "outcome": "worse"}], "3001": [refused]},
+        "damaged": {"3000": [record, {**record, "outcome": "worse", "place": "last"}], "3001": [refused]},
         "healthy": {str(number): case for number, case in enumerate(healthy)},
         "torch": "",
     }
@@ -62,6 +62,14 @@ def test_the_table_counts_every_outcome() -> None:
     assert "treatment that claims more than the same function | 1 of 2" in text
     assert "| healthy networks made worse | 1 of 2 | 50.0% |" in text
     assert "2 damaged networks (2 a)." in text
+
+
+def test_treatments_of_two_networks_agree_where_the_same_verbs_were_kept() -> None:
+    first, last = found()["damaged"]["3000"]
+    other = {**first, "kept": ["calibrate_", "even_out_"]}
+    assert agreement([[first, last], [other]])[1:] == (1, 1)
+    assert agreement([[first, last], [{**first, "kept": []}], [other]])[1:] == (1, 3)
+    assert agreement([[first], [{**other, "architecture": "b"}]])[1:] == (0, 0)
 
 
 def test_rates_of_a_rule() -> None:
