@@ -286,8 +286,7 @@ CASES: dict[str, Case] = {
         "trainers", saved(lambda: {"model_state_dict": STATE, "optimizer_state_dict": of_optimizer()})),
     "model and step": Case(
         "nanoGPT", saved({"model": prefixed("_orig_mod."), "iter_num": torch.tensor(5), "config": {}})),
-    "a namespace of arguments": Case(
-        "fairseq", saved({"args": argparse.Namespace(lr=1), "model": STATE}, error=r"object of argparse\.Namespace")),
+    "a namespace of arguments": Case("fairseq", saved({"args": argparse.Namespace(lr=1), "model": STATE})),
     "a configuration as a mapping": Case("fairseq", saved({"cfg": {"model": {"width": 8}}, "model": STATE})),
     "a module and its name": Case("DeepSpeed", saved({"module": STATE, "ds_version": "0.1", "buffer_names": ["a"]})),
     "flat partitions": Case(
@@ -354,8 +353,7 @@ CASES: dict[str, Case] = {
     "an unknown ending": Case("users", broken_link),
     "a list of tensors": Case("torch.save", saved([normal(3, 3)], error="looks for named tensors")),
     "a tensor": Case("torch.save", saved(normal(3, 3), error="looks for named tensors")),
-    "a numpy scalar beside": Case(
-        "trainers", saved({"state_dict": STATE, "best": np.float64(3.0)}, error="more than tensors and plain")),
+    "a numpy scalar beside": Case("trainers", saved({"state_dict": STATE, "best": np.float64(3.0)})),
     "a state dict in memory": Case("state_dict()", in_memory(STATE)),
     "a checkpoint in memory": Case("trainers", in_memory({"state_dict": STATE, "epoch": 3})),
     "two models in memory": Case(GAN, in_memory({"generator": STATE, "critic": OTHER}, error=PICK)),

@@ -225,18 +225,24 @@ SEVERAL = "several adapters change it, and which of them are in use is not known
 
 
 class Places:
-    """Where adapters belong in a base: kohya's names have underscores for dots, and packed attention no `weight`."""
+    """Where adapters belong in a base: kohya's names have underscores for dots, and packed attention no `weight`.
+
+    Files for a pipeline name the model first (`unet.`), which a base that is this model does not.
+    """
 
     def __init__(self, base: Collection[str]) -> None:
         self._base = base
-        paths = dict.fromkeys(name.rpartition(".")[0] for name in base)
-        times = Counter(path.replace(".", "_") for path in paths)
-        self._flat = {flat: path for path in paths if times[flat := path.replace(".", "_")] == 1}
+        self._paths = dict.fromkeys(name.rpartition(".")[0] for name in base)
+        times = Counter(path.replace(".", "_") for path in self._paths)
+        self._flat = {flat: path for path in self._paths if times[flat := path.replace(".", "_")] == 1}
 
     def path(self, path: str) -> str:
-        """The path in the base of a path whose dots became underscores, after one word such as `lora_unet`."""
+        """The path in the base of a path whose dots became underscores, or of one with a word before it."""
         match = _FLAT.fullmatch(path)
-        return self._flat.get(match[1], path) if match else path
+        if match:
+            return self._flat.get(match[1], path)
+        _, dot, rest = path.partition(".")
+        return rest if dot and path not in self._paths and rest in self._paths else path
 
     def of(self, adapters: list[Adapter]) -> list[Adapter]:
         """The adapters at their places; a tensor that several of them change is refused."""
