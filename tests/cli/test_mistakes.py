@@ -65,7 +65,7 @@ TYPED = {
          "you mean 'warn'?"),
     18: ("compare --seeds 0", 2, "Invalid value for '--seeds': it must be 1 or more"),
     20: ("measure x.onnx", 3, "it is not an intact file of its kind"),
-    21: ("compare orthogonal", 2, "no recipe named 'orthogonal'. Did you mean orthogonal-init"),
+    21: ("compare orthogonal", 2, "no recipe named 'orthogonal'. orthogonal is the method of orthogonal-init"),
     22: ("compare --task mnist", 2, "Did you mean torchvision:MNIST:FOLDER, with the folder that holds its files?"),
     24: ("compare orthogonal-init --script mine.py", 2, "gonio: 'mine.py' must name a function or class in the file; "
          "found no name after it. Write mine.py:train."),

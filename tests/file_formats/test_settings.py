@@ -22,8 +22,8 @@ def test_the_weights_beside_settings_are_read_and_the_settings_are_named() -> No
     torch.manual_seed(0)
     weight, bias = nn.Linear(6, 4).state_dict().values()
     state = load_torch(WRITTEN)["state_dict"]
-    assert torch.equal(state["weight"], weight)
-    assert torch.equal(state["bias"], bias)
+    torch.testing.assert_close(state["weight"], weight)  # drawn anew: other kernels round otherwise
+    torch.testing.assert_close(state["bias"], bias)
     assert state["tied"].data_ptr() == state["weight"].data_ptr()
     found = gonio.measure(WRITTEN)
     assert [row.path for row in found.layers] == ["weight"]
