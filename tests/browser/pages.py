@@ -16,6 +16,7 @@ from docs.pages import ROOT
 from gonio.lab.claims import from_data
 from gonio.lab.showing import html
 from gonio.lab.showing.claims import claims_html
+from gonio.measuring.showing.summary import PAGE
 from lab.showing.samples import results
 from lab.showing.test_page import PAYLOADS
 from measuring.nets import tracked
@@ -79,8 +80,8 @@ def claimed() -> str:
     return claims_html(replace(found, results=found.results[:2]))
 
 
-def large(layers: int = 1000) -> str:
-    """A model of many layers: rows of two real ones, repeated under other names."""
+def large(layers: int = PAGE.longest) -> str:
+    """A model of as many layers as a page lists: rows of two real ones, repeated under other names."""
     found = gonio.measure(network()[:2])
     rows = [
         replace(found.layers[i % 9], name=f"blocks.{i // 4}.layer{i % 4}.weight", path=f"blocks.{i // 4}.layer{i % 4}")

@@ -27,7 +27,7 @@ class Medium:
     most: int
 
 
-TERMINAL, PAGE = Medium(250, 40), Medium(1000, 200)
+TERMINAL, PAGE = Medium(250, 40), Medium(800, 200)  # so that no page is larger than 2 MB
 GROUPS = 60  # that are shown, at most
 
 Row = TypeVar("Row", bound=NamedRow)
