@@ -345,7 +345,7 @@ def test_a_penalty_that_is_never_called_warns_once() -> None:
 
 
 @pytest.mark.parametrize("why", ["called", "undone", "other weights", "gone"])
-def test_a_penalty_that_needs_no_call_is_silent(why: str) -> None:
+def test_a_penalty_that_needs_no_call_is_silent(why: str, recwarn: pytest.WarningsRecorder) -> None:
     model = network()
     penalty = Penalty(model, WEIGHT_RULES)
     if why == "undone":
@@ -354,3 +354,4 @@ def test_a_penalty_that_needs_no_call_is_silent(why: str) -> None:
     if why == "gone":
         del penalty
     _trained(other, network() if why == "other weights" else model, UNCALLED + 1, call=why == "called")
+    assert [each for each in recwarn if issubclass(each.category, GonioWarning)] == []

@@ -231,7 +231,8 @@ def intruder_dimensions(
     among the top ones of the base has an upper bound instead, from 64 products with the weight, over the directions of
     the base with at least a hundredth of the largest singular value of which the direction has a part: a direction is
     called an intruder wrongly only where it mixes directions of the base that are further apart.
-    Top subspaces are found up to a sine of 3e-3 (:attr:`TopSubspace.error`), by which a cosine can be off.
+    Top subspaces are found up to a sine of 3e-3, by which a cosine can be off; where singular values are so close that
+    rounding allows no less, :attr:`TopSubspace.error` is larger (0.004 for a random 8192 × 8192 matrix).
 
     Shape: (n, d), (n, d).
     Raises: InvalidArgumentError as :func:`top_subspace`, and for different shapes.
@@ -246,27 +247,28 @@ def intruder_dimensions(
     References: [1] R. Shuttleworth, J. Andreas, A. Torralba, P. Sharma, "LoRA vs full fine-tuning: an illusion of
         equivalence", 2024, arXiv 2410.21228, Algorithm 1 (k = 10, threshold 0.5 and 0.6).
     """
+    base, tuned = as_real(base), as_real(tuned)
+    if base.shape != tuned.shape:
+        raise InvalidArgumentError(
+            "intruder_dimensions() compares two weights of one shape",
+            f"shapes {tuple(base.shape)} and {tuple(tuned.shape)}",
+            "Pass the weight before and after.",
+        )
     return BaseDirections(base, k=k, seed=seed).intruders(tuned, threshold=threshold)
 
 
 class BaseDirections:
-    """The top directions of a base, for :func:`intruder_dimensions` of several tuned weights."""
+    """The top directions of a base, for :func:`intruder_dimensions` of several tuned weights of its shape."""
 
     @torch.no_grad()
     def __init__(self, base: Array, *, k: int = CONSIDERED, seed: int = 0) -> None:
         self._base, self._k, self._seed = as_real(base), k, seed
-        self.top = _top(self._base, min(*self._base.shape, 2 * k), seed, NEAR)
+        self.top = _top(self._base, min((2 * k, *self._base.shape)), seed, NEAR)
 
     @torch.no_grad()
     def intruders(self, tuned: Array, *, threshold: float = THRESHOLD) -> IntruderDimensions:
         """What :func:`intruder_dimensions` returns."""
-        base, first, tuned = self._base, self.top, as_real(tuned)
-        if base.shape != tuned.shape:
-            raise InvalidArgumentError(
-                "intruder_dimensions() compares two weights of one shape",
-                f"shapes {tuple(base.shape)} and {tuple(tuned.shape)}",
-                "Pass the weight before and after.",
-            )
+        base, first = self._base, self.top
         top = _top(tuned, self._k, self._seed, NEAR)
         known = first.values > NULL**0.5 * first.values[0]
         cosines = (first.left.mT @ top.left).double().abs().mul(known[:, None]).amax(0)

@@ -84,8 +84,8 @@ class Tracker:
             step and the figures of each layer. Tags are `gonio.FIGURE/LAYER`.
         optimizer: one, or a list; its steps are counted, so :meth:`step` need not be called. A step that a gradient
             scaler skips has no row, and neither has one that changes nothing.
-        every: number of steps from one measurement to the next. None for 100, but with a `page` in one process not
-            within a second of the last one, which would cost fast steps more than 3 %.
+        every: number of steps from one measurement to the next. None for 100; with a `page` and one process steps
+            within a second of the last measured one are left out, because they would slow fast trainings by over 3 %.
         where: the layers to measure; all by default.
         also: figures that take more time or memory: "filter_rotation"; "initial_angle", for which a copy of the weights
             stays in the memory of the CPU; "gradient", its norm; "state", the figures of the optimizer's state, with

@@ -9,9 +9,10 @@ from gonio.errors import UnreadableFileError
 from gonio.messages import say
 
 # The endings of each kind; the first is suggested.
-_TORCH, _KERAS, _ARRAYS = (".pt", ".pth", ".bin", ".ckpt", ".tar"), (".keras",), (".npz",)
+TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # scripts of torch's own examples write model.pth.tar
+_KERAS, _ARRAYS = (".keras",), (".npz",)
 _SAFETENSORS, _GGUF, _HDF5 = (".safetensors",), (".gguf",), (".h5", ".hdf5", ".keras")
-_TELLING = frozenset((*_TORCH, *_KERAS, *_ARRAYS, *_SAFETENSORS, *_GGUF, *_HDF5, ".onnx"))
+_TELLING = frozenset((*TORCH, *_KERAS, *_ARRAYS, *_SAFETENSORS, *_GGUF, *_HDF5, ".onnx"))
 
 
 def misnamed(path: Path) -> UnreadableFileError | None:
@@ -44,7 +45,7 @@ def _kind(path: Path) -> tuple[str, tuple[str, ...]] | None:
     if start.startswith(b"PK\x03\x04"):
         return _archive(path)
     if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        return say("a file of torch, or another pickle"), _TORCH
+        return say("a file of torch, or another pickle"), TORCH
     if start[8:9] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= size - 8:
         return say("a safetensors file"), _SAFETENSORS
     return None
@@ -55,7 +56,7 @@ def _archive(path: Path) -> tuple[str, tuple[str, ...]] | None:
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     if any(name.endswith("/data.pkl") for name in names):
-        return say("a file of torch"), _TORCH
+        return say("a file of torch"), TORCH
     if "model.weights.h5" in names:
         return say("a Keras archive"), _KERAS
     if names and all(name.endswith(".npy") for name in names):

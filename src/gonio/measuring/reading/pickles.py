@@ -71,7 +71,6 @@ _NODES = "Any Boolean Bytes Enum Float Integer Path String".split()  # noqa: SIM
 # Classes of the settings that trainers save beside a model: their objects become records, which nothing looks into.
 OF_SETTINGS = frozenset(
     {
-        *_CONTAINERS,
         *(f"builtins.{name}" for name in _BUILT_IN),
         *(f"omegaconf.nodes.{name}Node" for name in _NODES),
         *(f"omegaconf.{name}" for name in ("base.ContainerMetadata", "base.Metadata")),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gonio.errors import UnreadableFileError, listing
 from gonio.escaping import plain, shorten
-from gonio.measuring.reading.content import misnamed
+from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, stored_entries
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
@@ -23,7 +23,7 @@ from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Found, Opened, open_state, state_in
 from gonio.messages import say
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # scripts of torch's own examples write model.pth.tar
+SUFFIXES = TORCH
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
 _OTHER = re.compile(r"it holds an object of ([\w.]{1,200})")  # of the reader of pickles here
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
