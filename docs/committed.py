@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gonio.lab.claims import Claim, ClaimResult, ClaimResults, from_data, load_claim, load_claims
+from gonio.lab.claims import Claim, ClaimResult, ClaimResults, from_data, load_claims
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "claims" / "full.json"
 PAGE = {
@@ -53,7 +53,9 @@ def findings(path: Path = RESULTS) -> dict[str, ClaimResult]:
 
 def is_current(one: ClaimResult) -> bool:
     """Whether the catalogue still has the experiment, the scope and the conditions that were tried."""
-    now = load_claim(one.claim.name)
+    now = {claim.name: claim for claim in load_claims()}.get(one.claim.name)
+    if now is None or now.not_tried:
+        return False
     same = ("measure", "options", "direction", "sesoi", "scope", "fair")
     return all(getattr(now, name) == getattr(one.claim, name) for name in same) and (
         now.setting(full=one.full) == one.claim.setting(full=one.full)

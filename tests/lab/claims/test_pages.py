@@ -52,7 +52,7 @@ def test_a_claim_of_equality_shows_its_effect(builder: ModuleType) -> None:
     for page in ("docs/claims/README.md", "docs/zh/claims.md"):
         rows = (ROOT / page).read_text(encoding="utf-8").splitlines()
         shown = {name: next(row for row in rows if f"#{name})" in row) for name in same}
-        figure = re.compile(r"[+−][\d.e-]+ .*\([+−]|\b0 % \((?:within|不超过) ±1e-9\)")
+        figure = re.compile(r"[+−][\d.e-]+ .*\([+−]|\b0 \S+ ?\((?:within|不超过) ±1e-9\)")
         assert [name for name, row in shown.items() if not figure.search(row)] == []
         assert [row for row in rows if re.search(r"e-1\d (?:%|points)", row)] == [], "rounding is no effect"
 
