@@ -319,6 +319,7 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
     layout, shape = entries[0].layout, entries[0].shape
     plainly = [n for n, raw in enumerate(loaded) if type(raw) in (Tensor, nn.Parameter) and raw.shape == shape]
     plainly = [n for n in plainly if loaded[n].is_cpu and loaded[n].dtype in _STACKED]
+    plainly = [n for n in plainly if loaded[n].layout == torch.strided]  # sparse ones are not stacked
     if layout is None or len({loaded[n].dtype for n in plainly}) != 1:
         return {}
     stack = torch.stack([loaded[n].detach() for n in plainly])
