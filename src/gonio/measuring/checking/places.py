@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
+from gonio.measuring.reading.entry import dtype_named, header_of, is_blown_up, numbers_of, stored_entries
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
@@ -338,7 +338,7 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
         reason = "on the meta device: it has no values"
     elif local.layout != torch.strided or local.is_quantized:
         reason = f"its layout {local.layout} is not read" if not local.is_quantized else "a quantised tensor of torch"
-    elif local.numel() > stored_entries(local):
+    elif is_blown_up(local):
         reason = f"claims {local.numel()} entries, of which {stored_entries(local)} are stored"
     else:
         size = local.nbytes

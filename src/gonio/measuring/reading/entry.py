@@ -151,8 +151,13 @@ def stored_entries(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
+def is_blown_up(tensor: Tensor) -> bool:
+    """Whether a strided tensor repeats what it stores so often that it is not read: a kilobyte can claim terabytes."""
+    return tensor.numel() > max(LARGEST_EXPANDED, stored_entries(tensor))
+
+
 LONG = 32  # inputs, and positions of a kernel, above which a tensor of three dimensions is rather a stack of matrices
-LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor of a model may repeat those that it stores
+LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor may repeat those that it stores
 PACKED = {torch.uint8, torch.int8, torch.int32}
 INTEGERS = {*PACKED, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 
@@ -185,7 +190,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
         return Numbers(None, f"{kind}: filters are not stored whole")
     if not tensor.is_floating_point():
         return _no_floats(tensor)
-    if tensor.numel() > LARGEST_EXPANDED and stored_entries(tensor) < tensor.numel():
+    if is_blown_up(tensor):
         return Numbers(None, f"expanded: {tensor.numel():,} entries, of which {stored_entries(tensor):,} are stored")
     if not tensor.numel():
         return Numbers(None, f"empty: shape {tuple(tensor.shape)}", skipped=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
-from gonio.measuring.reading.entry import StoredTensor, stored_entries
+from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
@@ -109,8 +109,8 @@ def state_of_torch(path: Path) -> tuple[Found, Any]:
 
 
 def _check_stored(value: Any) -> None:
-    """Refuse a tensor with more entries than its storage: a kilobyte can claim terabytes by a stride of 0."""
-    if isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > stored_entries(value):
+    """Refuse a tensor with far more entries than its storage, by a stride of 0."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and is_blown_up(value):
         raise ValueError(f"a tensor has {value.numel():,} entries, of which {stored_entries(value):,} are stored")
 
 
