@@ -180,8 +180,11 @@ class Differences(PagedTable[TensorDifference]):
             equal = sum(tensor.status == "equal" for tensor in self.tensors)
             if not equal:
                 return say("Nothing could be compared.")
+            every, left = counted(len(self.tensors), "tensor"), len(self.tensors) - equal
+            if left and not self.findings:
+                told = {"equal": equal, "every": every, "left": left}
+                return say("{equal:,} of {every} are equal, {left:,} not compared.", **told)
             if self.findings:
-                every = counted(len(self.tensors), "tensor")
                 alike = say("{equal:,} of {every} are equal.", equal=equal, every=every)
                 return joined([alike, verdict(self.findings, [t.path for t in self.tensors], "tensor")], " ")
             return say("Nothing changed: {tensors} equal.", tensors=counted(equal, "tensor"))

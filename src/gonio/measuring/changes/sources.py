@@ -16,7 +16,7 @@ from gonio.measuring.reading.adapters import Fault, Places, no_weight
 from gonio.measuring.reading.entry import TensorEntry, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
-from gonio.messages import counted, said_by
+from gonio.messages import counted, said_by, say
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
@@ -56,6 +56,12 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         InvalidArgumentError: as :func:`gonio.measure`, and if no name is that of a tensor of the base.
     """
     found = contents_of(source)
+    if not found.entries:
+        raise InvalidArgumentError(
+            "difference() matches tensors by name",
+            say("{source}, and it holds no tensor", source=name_of(source)),
+            say("Save it again, or name the file that holds the weights."),
+        )
     entries = _plain(found.entries)
     places = Places(base)
     adapters = places.of([*found.adapters])

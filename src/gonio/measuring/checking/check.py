@@ -26,8 +26,10 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import judged_states
+from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
+from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, padding_beside, small_json
 from gonio.measuring.showing.table import Table
@@ -131,10 +133,10 @@ class CheckResult(Table[TensorCheck]):
         said = joined([count for count in counts if not count.startswith("0 ")], last=" and ")
         if levels["error"]:
             return say("Damaged: {found}.", found=said)
-        if levels["warn"]:
-            return say("Readable, with {found}.", found=said)
         if not self.tensors:
             return say("Nothing to check: it holds no tensor.")
+        if levels["warn"]:
+            return say("Readable, with {found}.", found=said)
         every = counted(len(self.tensors), "tensor")
         if read < len(self.tensors):
             return say("No damage found in {read} of {every}; the others were not checked.", read=read, every=every)
@@ -271,10 +273,12 @@ def check(
     tensors = among_others(known_parts, padding=padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
-    own = (place.name for place in held.places if not place.beside)
+    own = {place.name: place.shape for place in held.places if not place.beside}
     gaps = [] if adapters else missing_in_blocks(own, held.problems)
+    gaps += without_values(own) if own or not held.places else []
     states = optimizer_of(source)
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
+    problems += _without_scale(tensors)
     rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
     places = {path: place for place, path in enumerate(_in_depth_order(tensors, one_file=len(held.files) < 2))}
     found = checked(tensors, problems)
@@ -307,6 +311,19 @@ def _adapters(held: Inventory) -> tuple[list[Adapter], dict[str, Any]]:
         name: StoredTensor(place.shape, place.dtype, partial(torch.zeros, place.shape)) for name, place in own.items()
     }
     return adapters_in(stored, AdapterConfig(config)), config
+
+
+def _without_scale(tensors: Sequence[TensorCheck]) -> Iterator[Problem]:
+    """The 8-bit weights that lack the scale that others of the file have."""
+    own = {t.name: t for t in tensors if not (t.beside or t.reason)}
+    suspects = [name for name, t in own.items() if t.dtype.startswith("float8") and len(t.shape) > 1]
+    stored = {
+        name: StoredTensor(t.shape, t.dtype, partial(torch.zeros, t.shape)) for name, t in own.items() if suspects
+    }
+    for weight in stored_weights(suspects, stored, {}):
+        t = own[weight.parts[0]]
+        if weight.kind == BARE and (lost := lost_scale(t.dtype, t.largest or 0.0)):
+            yield Problem("G715", t.path, lost)
 
 
 def _contents(held: Inventory) -> CheckpointContents:

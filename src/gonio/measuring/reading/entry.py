@@ -29,6 +29,7 @@ FIXED = "a table that is not trained, in a model that is"
 CONSTANT = "every row is the same: it starts from a constant"
 # That on a table whose rows are in order, as learned positions are.
 ORDERED = "neighbouring rows are alike, as those of positions are"
+EIGHT_BITS = "8-bit floats, read as float32"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
 LOW_RANK, FACTOR = fixed("low-rank product"), fixed("factor of an adapter")
 
@@ -199,7 +200,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
             tensor.detach().flatten()[:1].float()
         except RuntimeError:
             return Numbers(None, f"packed as {_named(tensor.dtype)}")
-        notes = (*notes, "8-bit floats, read as float32")
+        notes = (*notes, EIGHT_BITS)
     return Numbers(tensor.detach(), notes=notes)
 
 

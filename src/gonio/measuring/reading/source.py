@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
+from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
@@ -115,10 +116,13 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         InvalidArgumentError, UnreadableFileError: as :func:`gonio.measure`.
     """
     adapters: list[Adapter] = []
+    absent: list[Problem] = []
     if isinstance(source, nn.Module):
         opened, made = Opened({}), entries_of_model(source)
     else:
         opened, beside = _opened(source)
+        held_shapes = {name: tensor.shape for name, tensor in opened.stored.items()}
+        absent = without_values({**{other.name: other.shape or () for other in opened.others}, **held_shapes})
         opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
         about = beside.adapters
         config = AdapterConfig(about) if about or any(m in f".{key}" for key in opened.stored for m in MARKS) else None
@@ -153,7 +157,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     gaps = (
         [] if adapters else missing_in_blocks([*opened.stored, *(each.name for each in opened.others)], opened.problems)
     )
-    problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps)
+    problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
 
