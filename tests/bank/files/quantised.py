@@ -176,6 +176,10 @@ CASES: dict[str, Case] = {
     "GPTQ with other settings for some layers": Case(
         GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"a": {"bits": 8}}, refused="not understood: dynamic")
     ),
+    "GPTQ, version 2 that is named version 1": Case(GPTQ, packed(lambda: pack.symmetric_gptq(4, named=1, written=2))),
+    "GPTQ, version 1 that is named version 2": Case(GPTQ, packed(lambda: pack.symmetric_gptq(8, named=2, written=1))),
+    "GPTQ, symmetric": Case(GPTQ, packed(lambda: pack.symmetric_gptq(4, named=1, written=1))),
+    "GPTQ with zero points of 0": Case(GPTQ, packed(pack.gptq_of_nonnegative_weights)),
     "GPTQ of 3 bits": Case(GPTQ, packed(lambda: pack.gptq(3, 1, order=True))),
     "GPTQ of 3 bits and version 2": Case(GPTQ, packed(lambda: pack.gptq(3, 2, order=False))),
     "GPTQ of 5 bits": Case(
