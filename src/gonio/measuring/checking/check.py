@@ -27,11 +27,18 @@ from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.absent import without_values
-from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
+from gonio.measuring.reading.adapters import MARKS, Adapter, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
-from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, padding_beside, small_json
+from gonio.measuring.reading.source import (
+    configured,
+    name_of,
+    of_damaged,
+    optimizer_of,
+    padding_beside,
+    small_json,
+)
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -300,17 +307,18 @@ def _folder(held: Inventory) -> Path | None:
     return first if first is None or first.is_dir() else first.parent
 
 
-def _adapters(held: Inventory) -> tuple[list[Adapter], dict[str, Any]]:
+def _adapters(held: Inventory) -> tuple[list[Adapter], Mapping[str, Any]]:
     """The adapters of a checkpoint, whose values are not read, and their configuration."""
     own = {place.name: place for place in held.places if not place.beside and not place.reason}
-    if not any(mark in f".{name}" for name in own for mark in MARKS):
-        return [], {}
     folder = _folder(held)
-    config = {} if folder is None else small_json(folder / "adapter_config.json")
+    beside = {} if folder is None else small_json(folder / "adapter_config.json")
+    about, config = configured(beside, held.metadata, own)
+    if config is None or not any(mark in f".{name}" for name in own for mark in MARKS):
+        return [], {}
     stored = {
         name: StoredTensor(place.shape, place.dtype, partial(torch.zeros, place.shape)) for name, place in own.items()
     }
-    return adapters_in(stored, AdapterConfig(config)), config
+    return adapters_in(stored, config), about
 
 
 def _without_scale(tensors: Sequence[TensorCheck]) -> Iterator[Problem]:

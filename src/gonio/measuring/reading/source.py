@@ -21,7 +21,15 @@ from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, 
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
 from gonio.measuring.reading.absent import without_values
-from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
+from gonio.measuring.reading.adapters import (
+    MARKS,
+    Adapter,
+    AdapterConfig,
+    adapters_in,
+    entries_of_adapters,
+    faults_of,
+    stated_in_header,
+)
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
     AS_STORED,
@@ -124,8 +132,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         held_shapes = {name: tensor.shape for name, tensor in opened.stored.items()}
         absent = without_values({**{other.name: other.shape or () for other in opened.others}, **held_shapes})
         opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
-        about = beside.adapters
-        config = AdapterConfig(about) if about or any(m in f".{key}" for key in opened.stored for m in MARKS) else None
+        about, config = configured(beside.adapters, opened.metadata, opened.stored)
         adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
         made = [*_entries(opened.stored, beside, parts), *opened.others]
@@ -160,6 +167,16 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
+
+
+def configured(
+    beside: Mapping[str, Any], metadata: Mapping[str, str], names: Iterable[str]
+) -> tuple[Mapping[str, Any], AdapterConfig | None]:
+    """The configuration of a file's adapters: that beside it, else that in its header; none if it has no adapters."""
+    if not beside and not any(mark in f".{name}" for name in names for mark in MARKS):
+        return beside, None
+    header = {} if beside else stated_in_header(metadata)
+    return (header, AdapterConfig.of_header(header)) if header else (beside, AdapterConfig(beside))
 
 
 def _as_stored(entries: list[TensorEntry], stored: StoredTensors) -> list[TensorEntry]:

@@ -95,6 +95,7 @@ class Opened:
         problems: what is wrong with the files, as far as it is seen without reading values.
         refusal: why it cannot be told which tensors are the model's; then all are `beside`.
         optimizer: the states of optimizers, parameter by parameter.
+        metadata: texts in the header of a single file.
     """
 
     stored: dict[str, StoredTensor]
@@ -104,6 +105,7 @@ class Opened:
     problems: tuple[Problem, ...] = ()
     refusal: InvalidArgumentError | None = None
     optimizer: OptimizerContents = field(default_factory=OptimizerContents)
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
