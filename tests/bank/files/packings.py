@@ -143,6 +143,22 @@ def gptq_of_nonnegative_weights() -> Packed:
     return state, (codes - zeros.T) * scales.T, {"bits": 4, "sym": False}
 
 
+def affine(bits: int, size: int, *shape: int) -> Packed:
+    """Codes in a stream of bits along the inputs, as MLX packs them: each in the lowest free bits of its row."""
+    columns = 96 if size == 32 else 128
+    codes = RNG.integers(0, 2**bits, (*shape, columns)).astype(object)
+    streams = [sum(int(code) << (bits * place) for place, code in enumerate(row)) for row in codes.reshape(-1, columns)]
+    words = [[stream >> (32 * word) & 0xFFFFFFFF for word in range(columns * bits // 32)] for stream in streams]
+    scales, offsets = (RNG.normal(size=(*shape, columns // size)).astype(np.float32) for _ in range(2))
+    state = {
+        "w.weight": torch.tensor(np.array(words, dtype=np.uint32).reshape(*shape, -1)),
+        "w.scales": torch.tensor(scales),
+        "w.biases": torch.tensor(offsets),
+    }
+    values = codes.astype(float) * scales.repeat(size, -1) + offsets.repeat(size, -1)
+    return state, values.reshape(-1, columns), {"group_size": size, "bits": bits}
+
+
 def awq() -> Packed:
     size, order = 16, [0, 2, 4, 6, 1, 3, 5, 7]
     codes = RNG.integers(0, 16, (COLUMNS, ROWS))

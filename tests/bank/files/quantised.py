@@ -111,6 +111,22 @@ def alone(folder: Path) -> File:
     return File(source=stored(folder, {"l.weight": codes}), weights={"l.weight": codes.double()}, fresh=False)
 
 
+# --- MLX --------------------------------------------------------------------------------------------------------------
+
+
+def mlx(make: pack.Packed, *, refused: str = "", key: str = "quantization", **config: Any) -> Callable[[Path], File]:
+    """A weight of MLX; `config`: changes of its settings, among them those of one layer."""
+
+    def file(folder: Path) -> File:
+        state, values, about = make
+        source = stored(folder, state, {key: {**about, **config}})
+        if refused:
+            return File(source=source, refused={"w.weight": refused}, fresh=False)
+        return File(source=source, weights={"w.weight": torch.tensor(values)}, fresh=False)
+
+    return file
+
+
 # --- torch's own -----------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +164,7 @@ def recurrent(folder: Path) -> File:
 int32, uint8 = torch.ones(8, 16, dtype=torch.int32), torch.ones(16, 8, dtype=torch.uint8)
 SAID = "packed or quantised weights, whose scale is not known here"
 NOT_READ = "not called a weight"
+MLX = "MLX"
 BNB, GPTQ, AWQ, CT, OPT, FP8 = "bitsandbytes", "GPTQ", "AWQ", "compressed-tensors", "modelopt", "8-bit floats"
 
 CASES: dict[str, Case] = {
@@ -157,6 +174,18 @@ CASES: dict[str, Case] = {
     "4 bits and a key that is not known": Case(
         BNB, packed(lambda: pack.four_bits(nested=False), refused="not understood: rotation", rotation="hadamard")
     ),
+    "MLX of 4 bits": Case(MLX, mlx(pack.affine(4, 64, 16))),
+    "MLX of 8 bits": Case(MLX, mlx(pack.affine(8, 32, 16), key="quantization_config", mode="affine")),
+    "MLX of 3 bits": Case(MLX, mlx(pack.affine(3, 32, 16))),
+    "MLX of 6 bits": Case(MLX, mlx(pack.affine(6, 128, 16))),
+    "MLX of experts": Case(MLX, mlx(pack.affine(5, 32, 3, 8))),
+    "MLX with other settings for a layer": Case(
+        MLX, mlx(pack.affine(2, 64, 16), bits=4, group_size=32, w={"bits": 2, "group_size": 64}, v=False)
+    ),
+    "MLX with settings that do not fit": Case(
+        MLX, mlx(pack.affine(4, 64, 16), bits=8, refused="no configuration tells bits and groups that fit")
+    ),
+    "MLX in another mode": Case(MLX, mlx(pack.affine(4, 32, 16), mode="nvfp4", refused="the mode nvfp4, which")),
     "GPTQ of 4 bits": Case(GPTQ, packed(lambda: pack.gptq(4, 1, order=True))),
     "GPTQ of 8 bits": Case(GPTQ, packed(lambda: pack.gptq(8, 1, order=True))),
     "GPTQ of 2 bits": Case(GPTQ, packed(lambda: pack.gptq(2, 2, order=True))),

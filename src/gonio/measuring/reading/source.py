@@ -75,6 +75,7 @@ _STANDARD = frozenset(
     for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
     for kind in ("safetensors", "bin")
 )
+_QUANTISATION = ("quantization_config", "compression_config", "quantization")  # the last one is MLX's
 _MODELS = (*SUFFIXES, *OTHERS)
 # Of a folder's files, the kinds in the order in which one is the model.
 _PATTERNS = (
@@ -353,7 +354,7 @@ def optimizer_of(source: Source) -> OptimizerContents:
 def _beside(folder: Path) -> _Beside:
     """The configurations: of a quantisation in `config.json`, or in a file of its own as older tools write it."""
     config, adapters, older, oldest = (small_json(folder / name) for name in CONFIGURATIONS)
-    found = config.get("quantization_config") or config.get("compression_config")
+    found = next((config[key] for key in _QUANTISATION if config.get(key)), None)
     if not isinstance(found, dict):
         found = older or oldest
     text = config.get("text_config")
