@@ -54,6 +54,7 @@ def test_a_file_without_a_value_is_a_warning(state: State, tmp_path: Path) -> No
         ("G715", "none of 2 tensors has a value" if state else "it holds no tensor")
     ]
     assert not checked.intact
+    assert str(checked.contents) == f"0 values in {'2 tensors (2 float32)' if state else '0 tensors'}, 1 file"
     assert state or checked.verdict == "Nothing to check: it holds no tensor."
 
 

@@ -88,7 +88,8 @@ class CheckpointContents:
         """The line as a message."""
         dtypes = joined([f"{n} {plain(dtype, longest=40)}" for dtype, n in self.dtypes.items()])
         size = {"values": _large(self.parameters), "tensors": counted(self.tensors, "tensor"), "dtypes": dtypes}
-        parts: list[str] = [say("{values} in {tensors} ({dtypes})", **size)]
+        held = say("{values} in {tensors} ({dtypes})", **size) if dtypes else say("{values} in {tensors}", **size)
+        parts: list[str] = [held]
         parts = [plain(self.family, longest=80), *parts] if self.family else parts
         parts += [counted(self.layers, "layer")] if self.layers is not None else []
         parts += [counted(self.heads, "head")] if self.heads is not None else []

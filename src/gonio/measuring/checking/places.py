@@ -246,7 +246,7 @@ def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
     """Why a tensor's place does not fit its header; empty if it does."""
     known = dtype_named(DTYPES.get(dtype, ""))
     if known is None and dtype not in _HALF_BYTES:
-        return say("its dtype {dtype} is not known", dtype=plain(dtype, longest=40))
+        return say("its dtype {dtype} is not known", dtype=plain(dtype, longest=40) or repr(""))
     width = known.itemsize if known is not None else _HALF_BYTES[dtype] / 2
     if end - begin != prod(shape) * width:
         return say(

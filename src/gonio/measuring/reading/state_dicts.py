@@ -161,7 +161,10 @@ def _no_state(content: Any, what: str) -> InvalidArgumentError:
     if isinstance(content, Mapping):
         held = f"a mapping with the keys [{shorten_list(content, repr)}]"
         if places := list(_holders(content)):
-            do = f"Name the one to measure (--key {places[0]} on the command line), or pass it alone."
+            named = [str(key) for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
+            do = "Pass them with their names, as a mapping: a list has none."
+            if named:
+                do = f"Name the one to measure (--key {named[0]} on the command line), or pass it alone."
             do += f" Tensors are under: {shorten_list(places, repr)}."
     return InvalidArgumentError(f"measure() looks for named tensors in {what}", held, do)
 
