@@ -306,17 +306,26 @@ def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
 
 def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
     """The tensors, and the configurations in the file's folder."""
+    found = _held(source)
+    if found[0].refusal is not None:
+        raise found[0].refusal
+    return found
+
+
+def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
+    """As :func:`_opened`; of a source whose weights are not known, why, and the states of optimizers."""
     if isinstance(source, Mapping):
-        opened = open_state(state_in(source, what="the mapping"))
         raw = optimizers_in(source, in_memory)
+        try:
+            opened = open_state(state_in(source, what="the mapping"))
+        except InvalidArgumentError as error:
+            return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True)), _Beside()
         return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened, _Beside()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
     files, others = files_in(path) if path.is_dir() else ([path], [])
     opened = open_file(files[0], key) if len(files) == 1 else open_parts(files)
-    if opened.refusal is not None:
-        raise opened.refusal
     if others:
         opened = replace(
             opened,
@@ -342,11 +351,11 @@ def of_damaged(contents: OptimizerContents) -> list[Problem]:
 
 
 def optimizer_of(source: Source) -> OptimizerContents:
-    """The states of optimizers in a checkpoint; none where it cannot be told which tensors are the model's."""
+    """The states of optimizers in a checkpoint, those without the model's tensors among them."""
     if isinstance(source, nn.Module):
         return OptimizerContents()
     try:
-        return _opened(source)[0].optimizer
+        return _held(source)[0].optimizer
     except GonioError:  # damage is a finding of `check`
         return OptimizerContents()
 

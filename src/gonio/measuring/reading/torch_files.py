@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import UnreadableFileError, listing
+from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
@@ -62,7 +62,13 @@ class _Mapped:
 def open_torch(path: Path, key: str = "") -> Opened:
     """The tensors of a torch checkpoint, read when they are measured, and the states of optimizers in it."""
     mapped = _Mapped(path)
-    found = state_in(mapped.content, what=repr(path.name), key=key)
+    try:
+        found = state_in(mapped.content, what=repr(path.name), key=key)
+    except InvalidArgumentError as error:
+        raw = [] if key else optimizers_in(mapped.content, mapped.stored)
+        if not raw:
+            raise
+        return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
     at = tuple(found.key.split(".")) if found.key else ()
     opened = open_state(found, lambda name: mapped.read((*at, name)))
     if classes := sorted(_classes_in(mapped.content)):
