@@ -22,6 +22,7 @@ from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.entry import (
     PACKED,
     USUAL_PADDING,
+    fills_up,
     has_bias,
     infer,
     negative_variances,
@@ -64,7 +65,7 @@ def among_others(
     codes = places((t.name, t.shape, float(not t.zero)) for t in own if t.integers and not t.reason)
     known |= {name: place for name, place in codes.items() if place.ratio == 0}
     shapes = {t.name: t.shape for t in own}
-    inputs_first = stores_inputs_first(shapes) if any(t.equal_rows for t in own) else False
+    inputs_first = stores_inputs_first(shapes) if any(t.equal_rows or t.zero_rows for t in own) else False
 
     def is_layer(t: TensorCheck) -> bool:
         layout, *_ = infer(t.name, shapes, inputs_first=inputs_first)
@@ -79,9 +80,9 @@ def among_others(
     tables = tables_in(shapes)
 
     def with_rows(t: TensorCheck) -> TensorCheck:
-        if t.beside or t.adapter or not (t.equal_rows or t.zero_rows == 1):
+        if t.beside or t.adapter or not (t.equal_rows or t.zero_rows):
             return t
-        return replace(t, layer=t.equal_rows > 0 and is_layer(t), padding=padding_rows(t.shape, padding, tables))
+        return replace(t, layer=is_layer(t), padding=padding_rows(t.shape, padding, tables))
 
     placed = (replace(t, **asdict(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
     return tuple(map(with_rows, placed))
@@ -106,7 +107,11 @@ def _zero(t: TensorCheck) -> str | None:
     return say("every value is 0")
 
 
-@rule("G102", VALUE_RULES)
+@rule(
+    "G102",
+    VALUE_RULES,
+    harmless=lambda t: bool(t.padding) and not t.layer and fills_up(t.zero_rows, t.rows, t.zero_indices),
+)
 def _zero_rows(t: TensorCheck) -> str | None:
     if not 0 < t.zero_rows < t.rows or t.adapter or t.state or t.beside or _padded(t):
         return None

@@ -31,10 +31,12 @@ from gonio.geometry.pairs import PairStatistics, neighbour_ratio, pair_statistic
 from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, singular_values_of_each, spectrum_estimate
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import (
+    FILLED,
     MAYBE_PADDING,
     ORDERED,
     TensorEntry,
     are_sinusoids,
+    fills_up,
     holds_variances,
     is_mask,
     may_be_fixed,
@@ -380,6 +382,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
     if values["zero_filters"] == 1 and values["zero_indices"][0] in entry.padding:
         values["notes"] = (*values["notes"], MAYBE_PADDING)
+    if entry.table and fills_up(values["zero_filters"], tensor.shape[0], values.get("zero_indices", ())):
+        values["notes"] = (*values["notes"], FILLED)
     if entry.table and entry.layout == PLAIN and _in_order(tensor, values):
         values["notes"] = (*values["notes"], ORDERED)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))

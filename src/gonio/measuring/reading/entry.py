@@ -24,6 +24,7 @@ PADDING = "one row is padding and stays 0"  # the note on an embedding with padd
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 USUAL_PADDING = (0, 1)  # the first row, as in BERT and T5, or the second one, as in RoBERTa, BART and MPNet
 MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
+FILLED = "its last rows are 0, as those that fill a vocabulary up"
 # The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
 FIXED = "a table that is not trained, in a model that is"
 CONSTANT = "every row is the same: it starts from a constant"
@@ -32,6 +33,15 @@ ORDERED = "neighbouring rows are alike, as those of positions are"
 EIGHT_BITS = "8-bit floats, read as float32"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
 LOW_RANK, FACTOR = fixed("low-rank product"), fixed("factor of an adapter")
+
+
+def fills_up(count: int, total: int, first: Sequence[int]) -> bool:
+    """Whether the rows of zeros are the last ones, as those that fill a vocabulary up to a round number.
+
+    Args:
+        count: of rows of zeros among `total`. `first`: the first ones of them.
+    """
+    return 0 < count < total and first[0] == total - count
 
 
 @dataclass(frozen=True)
