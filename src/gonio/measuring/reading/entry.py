@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Literal
 
 import torch
@@ -30,6 +30,7 @@ FIXED = "a table that is not trained, in a model that is"
 CONSTANT = "every row is the same: it starts from a constant"
 # That on a table whose rows are in order, as learned positions are.
 ORDERED = "neighbouring rows are alike, as those of positions are"
+ADDITIVE_MASK = "an additive mask: every value is 0 or −inf"
 EIGHT_BITS = "8-bit floats, read as float32"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
 LOW_RANK, FACTOR = fixed("low-rank product"), fixed("factor of an adapter")
@@ -312,6 +313,13 @@ def is_mask(shape: Sequence[int], nonfinite: int, minus: int) -> bool:
         nonfinite, minus: number of values that are NaN or infinite, and of those that are −inf.
     """
     return len(shape) > 1 and minus == nonfinite > 1 and _MASKED * minus >= prod(shape)
+
+
+def is_additive_mask(tensor: Tensor, nonfinite: int) -> bool:
+    """Whether a tensor with so many infinite values is an additive mask: the others are 0."""
+    if tensor.is_complex() or not is_mask(tensor.shape, nonfinite, int((tensor == -inf).sum())):
+        return False
+    return not bool(torch.where(tensor == -inf, 0, tensor).any())
 
 
 def negative_variances(count: int) -> Message:
