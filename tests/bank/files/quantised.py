@@ -101,6 +101,31 @@ def int8_rows(key: str, shape: tuple[int, ...]) -> Callable[[Path], File]:
     return file
 
 
+def int8_with_zeros(shape: tuple[int, int], key: str = "l.weight_zero_point", said: str = "") -> Callable[[Path], File]:
+    """Asymmetric codes: a scale and a zero point for each block, as compressed-tensors writes them."""
+
+    def file(folder: Path) -> File:
+        cut = (W + 0.01).reshape(shape[0], 256 // shape[0], shape[1], 192 // shape[1])
+        least, most = cut.amin((1, 3), keepdim=True), cut.amax((1, 3), keepdim=True)
+        scale = (most - least) / 255
+        zero = (-128 - least / scale).round()
+        codes = ((cut / scale).round() + zero).clamp(-128, 127)
+        state = {"l.weight": codes.reshape(W.shape).to(torch.int8), "l.weight_scale": scale.reshape(shape)}
+        state |= {key: zero.reshape(shape).to(torch.int8), "l.bias": torch.zeros(256), "l.input_scale": torch.ones(1)}
+        weight = ((codes - zero).double() * scale.double()).reshape(W.shape)
+        if said:
+            return File(source=stored(folder, state), refused={"l.weight": said}, fresh=False)
+        return File(source=stored(folder, state), weights={"l.weight": weight}, fresh=False)
+
+    return file
+
+
+def one_zero(folder: Path) -> File:
+    codes = (W / 0.001).to(torch.float8_e4m3fn)
+    state = {"l.weight": codes, "l.weight_scale": torch.tensor(0.001), "l.weight_zero_point": torch.zeros(1)}
+    return File(source=stored(folder, state), weights={"l.weight": codes.double() * 0.001})
+
+
 def refused(state: Mapping[str, Tensor], said: Mapping[str, str], config: Config | None = None) -> Any:
     """Tensors of which those in `said` are not read."""
     return lambda folder: File(source=stored(folder, state, config), refused=said, fresh=False)
@@ -174,6 +199,13 @@ CASES: dict[str, Case] = {
     "4 bits and a key that is not known": Case(
         BNB, packed(lambda: pack.four_bits(nested=False), refused="not understood: rotation", rotation="hadamard")
     ),
+    "int8 and zero points of rows": Case(CT, int8_with_zeros((256, 1))),
+    "int8 and zero points of groups": Case(CT, int8_with_zeros((256, 6))),
+    "int8 and one zero point": Case(CT, int8_with_zeros((1, 1), "l.zero_point")),
+    "int8 and shifts of another name": Case(
+        CT, int8_with_zeros((256, 6), "l.weight_shift", said="how l.weight_shift shifts it is not known")
+    ),
+    "float8 and a zero point of 0": Case(CT, one_zero),
     "MLX of 4 bits": Case(MLX, mlx(pack.affine(4, 64, 16))),
     "MLX of 8 bits": Case(MLX, mlx(pack.affine(8, 32, 16), key="quantization_config", mode="affine")),
     "MLX of 3 bits": Case(MLX, mlx(pack.affine(3, 32, 16))),
