@@ -61,6 +61,7 @@ def test_a_file_without_a_value_is_a_warning(state: State, tmp_path: Path) -> No
 def test_sides_of_0_that_a_model_really_has_are_no_finding() -> None:
     layers = {"none.weight": torch.ones(3, 0), "none.bias": torch.ones(3), "no.weight": torch.ones(0, 3)}
     rest = {"no.bias": EMPTY, "some.weight": seeded(4, 3), "some.bias": torch.ones(4)}
+    rest |= {"no._extra_state": EMPTY.byte(), "some._extra_state": torch.ones(9, dtype=torch.uint8)}
     observer = {"observer.min_val": EMPTY, "other.min_val": torch.tensor(0.5), "observer.scale": torch.ones(4)}
     assert found({**layers, **rest, **observer}) == set()
 

@@ -281,7 +281,7 @@ def check(
     tensors = among_others(known_parts, padding=padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
-    own = {place.name: place.shape for place in held.places if not place.beside}
+    own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     gaps = [] if adapters else missing_in_blocks(own, held.problems)
     gaps += without_values(own) if own or not held.places else []
     states = optimizer_of(source)

@@ -130,8 +130,9 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         opened, made = Opened({}), entries_of_model(source)
     else:
         opened, beside = _opened(source)
-        held_shapes = {name: tensor.shape for name, tensor in opened.stored.items()}
-        absent = without_values({**{other.name: other.shape or () for other in opened.others}, **held_shapes})
+        headers = {other.name: (other.shape or (), other.dtype) for other in opened.others}
+        headers |= {name: (tensor.shape, tensor.dtype) for name, tensor in opened.stored.items()}
+        absent = without_values(headers)
         opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
         about, config = configured(beside.adapters, opened.metadata, opened.stored)
         adapters = adapters_in(opened.stored, config) if config is not None else []
