@@ -101,6 +101,8 @@ def test_codes_that_are_0_unlike_their_siblings_are_a_warning() -> None:
     (finding,) = gonio.check(packed({2})).findings
     assert (finding.code, finding.path) == ("G709", "layers.2.up_scales")
     assert finding.found == "every value is 0, unlike in its 3 siblings of other layers"
+    masks = {f"layers.{i}.mask": torch.full((8, 8), i != 2) for i in range(4)}  # one layer attends to everything
+    assert found(masks) == set()
     every = gonio.check(packed({0, 1, 2, 3})).findings
     assert [f.code for f in every] == ["G101"] * 4
 

@@ -62,7 +62,7 @@ def among_others(
     own = [t for t in tensors if not t.beside]
     known = places((t.name, t.shape, t.norm) for t in own if t.norm is not None)
     # codes and scales of packed weights have no norm: of them it is told only that all are 0
-    codes = places((t.name, t.shape, float(not t.zero)) for t in own if t.integers and not t.reason)
+    codes = places((t.name, t.shape, float(not t.zero)) for t in own if t.dtype in _CODES and not t.reason)
     known |= {name: place for name, place in codes.items() if place.ratio == 0}
     shapes = {t.name: t.shape for t in own}
     inputs_first = stores_inputs_first(shapes) if any(t.equal_rows or t.zero_rows for t in own) else False
