@@ -8,6 +8,7 @@ import pytest
 import torch
 from benchmarks.planted_changes import BASES, KINDS, PAIRS, Case, cases, wrong
 
+from catalog import seeded
 from gonio.measuring import difference
 
 NAMES = [*(one.name for one in KINDS), *PAIRS]
@@ -87,3 +88,19 @@ def test_values_that_are_not_finite_are_an_error_on_their_layer(value: float) ->
         assert (finding.code, finding.level, finding.path) == ("G001", "error", "w")
         assert finding.found == found["w"].reason == f"NaN or infinite values {when}"
         assert json.loads(found.to_json())["tensors"][0]["status"] == "not compared"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_copy_in_another_dtype_is_rounded_and_nothing_else(dtype: torch.dtype) -> None:
+    state = {f"{i}.weight": seeded(40, 30, seed=i, dtype=torch.float32) for i in range(2)} | {"1.bias": torch.rand(40)}
+    lower = {name: value.to(dtype) for name, value in state.items()}
+    for before, after in ((state, lower), (lower, state)):
+        found = difference(before, after)
+        assert [t.form for t in found.moved] == ["rounded"] * 3
+        assert found.verdict.startswith("3 of 3 tensors are rounded to another dtype, and nothing else changed.")
+    lower["0.weight"][3, 4] += 1
+    found = difference(state, lower)
+    assert found["1"].form == "rounded"
+    assert not found["0"].rounded
+    assert "rounded" not in found.verdict
+    assert not any(t.rounded for t in difference(state, {n: 1.01 * v for n, v in state.items()}).moved)

@@ -324,6 +324,15 @@ def test_lazy_and_quantised_tensors_are_named_or_checked_by_their_numbers() -> N
     assert [f.code for f in broken.findings][:1] == ["G001"]
 
 
+def test_an_expanded_tensor_in_a_file_is_checked_as_what_it_stands_for(tmp_path: Path) -> None:
+    table = torch.arange(40.0).expand(12, 3, 40)
+    torch.save({"table": table, **state()}, tmp_path / "model.pt")
+    checked = gonio.check(tmp_path / "model.pt")
+    assert checked.intact
+    assert checked["table"].norm == pytest.approx(float(table.double().norm()))
+    assert checked["table"].fingerprint == gonio.check({"table": table.clone()})["table"].fingerprint
+
+
 def test_tied_tensors_keep_their_own_names() -> None:
     tied = torch.randn(4, 4)
     names = {

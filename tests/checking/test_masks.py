@@ -42,15 +42,15 @@ def found_in(tensor: Tensor) -> tuple[set[str], set[str]]:
     return {f.code for f in checked.findings}, {f.code for f in measured.findings}
 
 
-# DEL    return tuple({f.code for f in found.findings} for found in (gonio.check(state), gonio.measure(state)))
-
-
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_is_no_damage(name: str) -> None:
     assert found_in(MASKS[name]) == (set(), set())
     checked = gonio.check({"mask": MASKS[name]})
     assert checked.intact
     assert checked["mask"].mask
+    compared = gonio.measure({"mask": MASKS[name], "fc": torch.eye(3)}, {"mask": MASKS[name], "fc": torch.eye(3)})
+    assert compared.findings == ()
+    assert compared["mask"].reason == "an additive mask: every value is 0 or −inf"
     assert any("additive masks, of 0 and −inf alone: 1 tensor" in str(note) for note in checked.notes)
 
 
@@ -59,6 +59,8 @@ def test_other_infinite_values_are(name: str) -> None:
     checked, measured = found_in(DAMAGED[name])
     assert "G001" in checked
     assert "G001" in measured
+    tensor = {"fc": torch.eye(3), "mask": DAMAGED[name]}
+    assert "G001" in {f.code for f in gonio.measure(tensor, tensor).findings}
 
 
 def test_a_model_with_a_mask_is_healthy() -> None:

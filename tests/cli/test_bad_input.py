@@ -38,8 +38,8 @@ FILES = {
 CHECKPOINTS = {
     "numbers": {1: torch.ones(4, 4)},
     "zeros": {"w": torch.zeros(100_000)},
-    "wide": torch.zeros(1).expand(10**4, 1, 8, 8),
-    "square": {"w": torch.zeros(1).expand(9, 9)},
+    "wide": torch.zeros(1).expand(10**7, 1, 8, 8),
+    "square": {"w": torch.zeros(1).expand(10**5, 10**5)},
     "long": {"x" * 5000 + str(i): torch.ones(2) for i in range(400)},
     "other": {"v": torch.ones(2, 2)},
     "list": [1, 2],
@@ -92,7 +92,7 @@ REFUSED = {
     ],
     "fold": [
         (f"fine.pt {SAVED} --where re:a{{4294967295}}", 2, LARGE),
-        (f"square.pt {SAVED}", 3, "a tensor has 81 entries, of which 1 are stored"),
+        (f"square.pt {SAVED}", 3, "a tensor has 10,000,000,000 entries, of which 1 are stored"),
         (f"bomb.pt {SAVED}", 3, "its archive would unfold to"),
         (f"numbers.pt {SAVED}", 3, "the key 1 is not text"),
         (f"fine.pt {SAVED} --where fc*", 3, "where=fc* matches no suitable module"),
@@ -153,7 +153,7 @@ REFUSED = {
         ("digits-cnn --batch objects.npy", 3, DAMAGED),
         ("digits-cnn --batch list.pt", 3, "it holds a list"),
         ("digits-cnn --batch bomb.pt", 3, "its archive would unfold to"),
-        ("digits-cnn --batch wide.pt", 3, "a tensor has 640,000 entries, of which 1 are stored"),
+        ("digits-cnn --batch wide.pt", 3, "a tensor has 640,000,000 entries, of which 1 are stored"),
         ("fine.pt --batch 4x1x8x8", 2, "Add --model FILE.py:FACTORY"),
         ("fine.pt fine.pt --batch 4x1x8x8", 2, "--batch cannot be combined with two sources; found both"),
         ("fine.pt fine.pt --headers", 2, "--headers cannot be combined with two sources; found both"),

@@ -204,6 +204,9 @@ def test_what_lies_beside_a_state_dict_is_named_and_does_not_hide_it(name: str, 
 def test_a_state_dict_under_any_key_can_be_named(tmp_path: Path) -> None:
     path = tmp_path / "gan.pt"
     torch.save({"generator": {"state_dict": STATE}, "discriminator": STATE, "step": torch.tensor(3)}, path)
+    averages = {"decay": 0.9, "shadow_params": [torch.eye(3)]}
+    with pytest.raises(InvalidArgumentError, match="as a mapping: a list has none"):
+        measure(averages)
     with pytest.raises(InvalidArgumentError, match=r"Name the one to measure \(--key generator on the command line\)"):
         measure({"generator": STATE, "discriminator": STATE})
     for key, read in (("generator", "generator.state_dict"), ("generator.state_dict", "generator.state_dict"),

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import gonio
 from foreign import ONE_PROCESS
 from gonio.editing.steps import state_powers
+from gonio.errors import InvalidArgumentError
 from gonio.measuring.figures.moments import Moments, StateSums, state_sums
 from gonio.measuring.findings.rules import RULES
 from gonio.measuring.reading.source import optimizer_of
@@ -258,6 +259,33 @@ def test_each_rule_finds_its_case(content: Content, name: str) -> None:
     found = codes(made)
     assert expected <= found, found
     assert {code for code, _ in found} <= {code for code, _ in expected} | {"G801", "G805"}
+
+
+@pytest.mark.parametrize("form", ["memory", "optimizer.pt", "a folder with it", "DCP"])
+def test_a_state_without_its_weights_is_judged(form: str, content: Content, tmp_path: Path) -> None:
+    """Trainers that shard put the optimizer into a file or a folder of its own."""
+
+    def damage(state: dict[int, Any]) -> None:
+        state[0]["exp_avg_sq"][2, 3] = -1.0
+        state[6]["exp_avg_sq"].zero_()
+
+    state = changed(content, damage)["optimizer"]
+    source: Any = state
+    if form == "DCP":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"optimizer": state}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+        source = tmp_path / "optimizer_0"
+    elif form != "memory":
+        torch.save(state, tmp_path / "optimizer.pt")
+        source = tmp_path / ("optimizer.pt" if form == "optimizer.pt" else "")
+    checked = gonio.check(source)
+    found = {(f.code, f.path.partition("state.")[2]) for f in checked.findings}
+    assert {("G804", "0"), ("G803", "6")} <= found <= {("G804", "0"), ("G803", "6"), ("G804", "6")}
+    assert len(checked.optimizer) == len(content["optimizer"]["state"])
+    assert any("no weights are beside it" in note for note in checked.notes)
+    with pytest.raises(InvalidArgumentError, match="looks for named tensors"):
+        gonio.measure(source)
 
 
 def test_a_large_rate_is_found(content: Content) -> None:

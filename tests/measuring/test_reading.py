@@ -17,7 +17,7 @@ from catalog import seeded
 from gonio import parametrizations
 from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError
 from gonio.measuring import Measurements, measure, outline
-from gonio.measuring.reading.safetensors_files import stored_in_safetensors
+from gonio.measuring.reading.safetensors_files import open_safetensors
 
 
 def model() -> nn.Sequential:
@@ -307,7 +307,7 @@ def test_a_tensor_on_meta_is_measured_by_its_shape() -> None:
 
 def test_a_file_cut_after_its_header_was_read(tmp_path: Path) -> None:
     save_file({"w": torch.ones(100)}, tmp_path / "m.safetensors")
-    stored = stored_in_safetensors(tmp_path / "m.safetensors")
+    stored = open_safetensors(tmp_path / "m.safetensors").stored
     os.truncate(tmp_path / "m.safetensors", 200)
     with pytest.raises(UnreadableFileError, match="it ends before this tensor does"):
         stored["w"].load()
@@ -317,7 +317,7 @@ def test_a_file_cut_after_its_header_was_read(tmp_path: Path) -> None:
 def test_values_read_from_their_place_are_those_that_were_written(dtype: torch.dtype, tmp_path: Path) -> None:
     state: dict[str, Tensor] = {"x": seeded(3, 5).to(dtype), "y": seeded(7).to(dtype), "z": torch.empty(0, 2).to(dtype)}
     save_file(state, tmp_path / "m.safetensors")
-    for name, tensor in stored_in_safetensors(tmp_path / "m.safetensors").items():
+    for name, tensor in open_safetensors(tmp_path / "m.safetensors").stored.items():
         read = tensor.load()
         assert read.dtype == dtype
         assert torch.equal(read.double(), state[name].double())

@@ -205,6 +205,18 @@ def test_a_file_that_tells_no_filters_is_not_said_to_be_without_findings() -> No
     assert "No findings" not in str(found)
 
 
+def test_a_file_of_weights_that_are_not_read_says_so() -> None:
+    found = measure({"a.weight": torch.ones(4, 4, dtype=torch.int8), "a.bias": torch.randn(4)})
+    assert found.verdict == "Nothing was measured: the weights are of kinds that are not read, as the last lines say."
+    assert "whose scale is not known here" in found.coverage
+
+
+def test_kinds_of_tensors_without_filters_that_are_not_shown_are_counted() -> None:
+    state = {f"{i}.weight": seeded(8, 8, seed=i).to(torch.int8) for i in range(6)}
+    state |= {f"{i}.weight_scale": torch.ones(8, 1) for i in range(6)}
+    assert measure(state).coverage.endswith("1 part of the quantised 3.weight and 2 more). Skipped: none.")
+
+
 def test_a_finding_on_a_vector_is_named_at_the_chart() -> None:
     """A norm has no bar that could be coloured."""
     state = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).state_dict()

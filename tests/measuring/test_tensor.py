@@ -287,3 +287,13 @@ def test_long_filters_are_drawn_too(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure({"w.weight": normal(60, 40).float()})["w"]
     assert found.pairs == 25 * 24 // 2
     assert "angles from 25 of 60 filters, drawn at random" in found.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_a_sparse_tensor_among_dense_ones_of_its_shape_has_the_reason(layout: torch.layout) -> None:
+    state = {f"layers.{i}.weight": normal(8, 8, seed=i) for i in range(3)}
+    found = measure({**state, "layers.3.weight": torch.eye(8, dtype=torch.float64).to_sparse(layout=layout)})
+    assert found["layers.3"].status == "skipped"
+    assert "sparse" in found["layers.3"].reason
+    assert all(found[path].norm_mean == row.norm_mean for path, row in measure(state).items())

@@ -74,6 +74,8 @@ def test_differences() -> None:
     moved = gonio.measure(base(), after)
     assert moved.verdict == "2 of 3 tensors changed, by 0.01 to 0.02 of the norm. 1 remark in the model as a whole."
     assert gonio.measure(base(), base()).verdict == "Nothing changed: 3 tensors equal."
+    fewer = {name: value for name, value in base().items() if name != "layers.1.weight"}
+    assert gonio.measure(base(), fewer).verdict == "2 of 3 tensors are equal, 1 not compared."
     broken = base()
     broken["layers.0.weight"][0, 0] = torch.nan
     assert gonio.measure(base(), broken).verdict == "2 of 3 tensors are equal. 1 error in 1 of 3 tensors."

@@ -104,6 +104,8 @@ class Measurements(Table[TensorMeasurement]):
     @property
     def verdict(self) -> Message:
         """What was found, and where, as a sentence."""
+        if not self.layers and not self.findings and any(tensor.status == "skipped" for tensor in self.tensors):
+            return say("Nothing was measured: the weights are of kinds that are not read, as the last lines say.")
         if not self.layers and not self.findings:
             return say(
                 "Nothing was measured: no tensor is known to be a stack of filters. Call weights NAME.weight as torch "
@@ -128,7 +130,9 @@ class Measurements(Table[TensorMeasurement]):
         said = [say("Measured: {n:,} of {tensors}.", n=len(self.layers), tensors=counted(len(self.tensors), "tensor"))]
         without = Counter(tensor.reason for tensor in self.tensors if tensor.status == "no filters")
         if without:
-            kinds = joined([_plural(reason, n) for reason, n in without.most_common(4)])
+            shown = without.most_common(4)
+            kinds, more = joined([_plural(*each) for each in shown]), without.total() - sum(n for _, n in shown)
+            kinds = say("{shown} and {more} more", shown=kinds, more=more) if more else kinds
             said.append(say("Checked only for NaN and infinity: {n} ({kinds}).", n=without.total(), kinds=kinds))
         skipped = reasons([t for t in self.tensors if t.status == "skipped"])
         return joined([*said, say("Skipped: {tensors}.", tensors=skipped)], " ")

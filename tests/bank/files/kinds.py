@@ -126,6 +126,7 @@ CASES: dict[str, Case] = {
     "a transposed view": Case(PT, kinds(normal(6, 8).mT)),
     "a part of a larger tensor": Case(PT, kinds(normal(20, 9)[2:10, ::2])),
     "channels last": Case(PT, kinds(normal(8, 4, 3, 3).to(memory_format=torch.channels_last))),
+    "expanded": Case(PT, kinds(normal(6, 1, 1, 3).expand(6, 4, 3, 3))),
     "expanded in memory": Case(
         MEM, kinds(torch.ones(1).expand(10**5, 10**5), "expanded: 10,000,000,000", where="memory", fresh=False)),
     "NaN": Case(PT, kinds(nan, "NaN", fresh=False)),

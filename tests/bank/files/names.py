@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -30,11 +31,17 @@ def adapters(
     refused: Mapping[str, str] | None = None,
     error: str = "",
     fresh: bool = False,
+    header: Mapping[str, str] | None = None,
 ) -> Callable[[Path], File]:
-    """A file of adapters, and the changes of the base that the tool makes; what is not named stays as it is."""
+    """A file of adapters, and the changes of the base that the tool makes; what is not named stays as it is.
+
+    Args:
+        header: the texts in the file's header.
+    """
 
     def file(folder: Path) -> File:
-        save_file({name: value.clone().contiguous() for name, value in state.items()}, folder / "lora.safetensors")
+        held = {name: value.clone().contiguous() for name, value in state.items()}
+        save_file(held, folder / "lora.safetensors", metadata=None if header is None else {**header})
         said = refused or {}
         weights = {n: w.double() + (change or {}).get(n, 0) for n, w in base.items() if n not in said and not error}
         return File(
@@ -97,6 +104,15 @@ def fresh_pair() -> Callable[[Path], File]:
     return adapters({**pair(Q, alpha=alpha), f"{Q}.lora_up.weight": torch.zeros(32, RANK)}, fresh=True)
 
 
+def headed(change: Change, model: str = "unet.", **config: object) -> Callable[[Path], File]:
+    """A file with the configuration in its header, as `save_lora_weights` writes it; another model has another one."""
+    mine = {"r": RANK, "lora_alpha": ALPHA, "peft_type": "LORA", "target_modules": ["to_q"], **config}
+    all_of = {f"{model}{key}": value for key, value in mine.items()}
+    all_of |= {f"text_encoder.{key}": value for key, value in {"r": RANK, "lora_alpha": 77}.items()} if model else {}
+    header = {"format": "pt", "lora_adapter_metadata": json.dumps(all_of)}
+    return adapters(pair(f"{model}{Q}", PEFT), change, header=header)
+
+
 def both(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**first, **second}
 
@@ -142,6 +158,17 @@ CASES: dict[str, Case] = {
     "lora_A and lora_B under transformer": Case(DIFFUSERS, adapters(pair(f"transformer.{Q}", PEFT, alpha=alpha), HALF)),
     "lora_A and lora_B under diffusion_model": Case(
         COMFY, adapters(pair(f"diffusion_model.{Q}", PEFT, alpha=alpha), HALF)),
+    "a configuration in the header": Case(DIFFUSERS, headed(HALF)),
+    "a configuration in the header of one model": Case(DIFFUSERS, headed(HALF, "")),
+    "patterns in the header": Case(
+        DIFFUSERS, headed({f"{Q}.weight": 3 * DELTA}, "transformer.", alpha_pattern={"0.to_q": 12, "to_v": 5})),
+    "rank-stabilised in the header": Case(DIFFUSERS, headed({f"{Q}.weight": DELTA}, use_rslora=True)),
+    "alpha and r as texts of the header": Case(
+        "SimpleTuner", adapters(pair(f"transformer.{Q}", PEFT), HALF,
+                                header={"transformer.lora_alpha": str(ALPHA), "transformer.r": str(RANK)})),
+    "a header without an alpha": Case(
+        DIFFUSERS, adapters(pair(f"unet.{Q}", PEFT), refused=UNKNOWN,
+                            header={"lora_adapter_metadata": "{", "unet.lora_alpha": "no number", "alpha": "8"})),
     "norms in the names of peft": Case(
         DIFFUSERS, adapters(pair(Q, PEFT, alpha=alpha, lora_magnitude_vector=torch.ones(32)),
                             {f"{Q}.weight": torch.nn.functional.normalize(BASE[f"{Q}.weight"].double()

@@ -117,6 +117,48 @@ def gptq(bits: int, version: int, *, order: bool) -> Packed:
     return state, np.array(values), about
 
 
+def symmetric_gptq(bits: int, *, named: int, written: int, size: int = 16) -> Packed:
+    """Symmetric codes, whose zero point is the middle one, with zero points of another version than the named one."""
+    middle, rows = 2 ** (bits - 1), ROWS
+    codes, zeros = RNG.integers(0, 2**bits, (rows, COLUMNS)), np.full((COLUMNS // size, rows), middle)
+    scales = RNG.uniform(0.5, 1, (COLUMNS // size, rows)).astype(np.float32)
+    state = {
+        "w.qweight": in_int32(codes, bits).mT.contiguous(),
+        "w.qzeros": in_int32(zeros - (written == 1), bits),
+        "w.scales": torch.tensor(scales),
+    }
+    values = (codes - middle) * scales.repeat(size, 0).T
+    return state, values, {"bits": bits, "sym": True, "checkpoint_format": "gptq" if named == 1 else "gptq_v2"}
+
+
+def gptq_of_nonnegative_weights() -> Packed:
+    """Groups without a negative weight have the zero point 0, which the first version stores as the largest code."""
+    codes, scales = RNG.integers(0, 16, (ROWS, COLUMNS)), RNG.uniform(0.5, 1, (1, ROWS)).astype(np.float32)
+    zeros = np.arange(ROWS)[None] % 3
+    state = {
+        "w.qweight": in_int32(codes, 4).mT.contiguous(),
+        "w.qzeros": in_int32((zeros - 1) % 16, 4),
+        "w.scales": torch.tensor(scales),
+    }
+    return state, (codes - zeros.T) * scales.T, {"bits": 4, "sym": False}
+
+
+def affine(bits: int, size: int, *shape: int) -> Packed:
+    """Codes in a stream of bits along the inputs, as MLX packs them: each in the lowest free bits of its row."""
+    columns = 96 if size == 32 else 128
+    codes = RNG.integers(0, 2**bits, (*shape, columns)).astype(object)
+    streams = [sum(int(code) << (bits * place) for place, code in enumerate(row)) for row in codes.reshape(-1, columns)]
+    words = [[stream >> (32 * word) & 0xFFFFFFFF for word in range(columns * bits // 32)] for stream in streams]
+    scales, offsets = (RNG.normal(size=(*shape, columns // size)).astype(np.float32) for _ in range(2))
+    state = {
+        "w.weight": torch.tensor(np.array(words, dtype=np.uint32).reshape(*shape, -1)),
+        "w.scales": torch.tensor(scales),
+        "w.biases": torch.tensor(offsets),
+    }
+    values = codes.astype(float) * scales.repeat(size, -1) + offsets.repeat(size, -1)
+    return state, values.reshape(-1, columns), {"group_size": size, "bits": bits}
+
+
 def awq() -> Packed:
     size, order = 16, [0, 2, 4, 6, 1, 3, 5, 7]
     codes = RNG.integers(0, 16, (COLUMNS, ROWS))

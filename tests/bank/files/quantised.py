@@ -101,6 +101,31 @@ def int8_rows(key: str, shape: tuple[int, ...]) -> Callable[[Path], File]:
     return file
 
 
+def int8_with_zeros(shape: tuple[int, int], key: str = "l.weight_zero_point", said: str = "") -> Callable[[Path], File]:
+    """Asymmetric codes: a scale and a zero point for each block, as compressed-tensors writes them."""
+
+    def file(folder: Path) -> File:
+        cut = (W + 0.01).reshape(shape[0], 256 // shape[0], shape[1], 192 // shape[1])
+        least, most = cut.amin((1, 3), keepdim=True), cut.amax((1, 3), keepdim=True)
+        scale = (most - least) / 255
+        zero = (-128 - least / scale).round()
+        codes = ((cut / scale).round() + zero).clamp(-128, 127)
+        state = {"l.weight": codes.reshape(W.shape).to(torch.int8), "l.weight_scale": scale.reshape(shape)}
+        state |= {key: zero.reshape(shape).to(torch.int8), "l.bias": torch.zeros(256), "l.input_scale": torch.ones(1)}
+        weight = ((codes - zero).double() * scale.double()).reshape(W.shape)
+        if said:
+            return File(source=stored(folder, state), refused={"l.weight": said}, fresh=False)
+        return File(source=stored(folder, state), weights={"l.weight": weight}, fresh=False)
+
+    return file
+
+
+def one_zero(folder: Path) -> File:
+    codes = (W / 0.001).to(torch.float8_e4m3fn)
+    state = {"l.weight": codes, "l.weight_scale": torch.tensor(0.001), "l.weight_zero_point": torch.zeros(1)}
+    return File(source=stored(folder, state), weights={"l.weight": codes.double() * 0.001})
+
+
 def refused(state: Mapping[str, Tensor], said: Mapping[str, str], config: Config | None = None) -> Any:
     """Tensors of which those in `said` are not read."""
     return lambda folder: File(source=stored(folder, state, config), refused=said, fresh=False)
@@ -109,6 +134,22 @@ def refused(state: Mapping[str, Tensor], said: Mapping[str, str], config: Config
 def alone(folder: Path) -> File:
     codes = W.to(torch.float8_e5m2)
     return File(source=stored(folder, {"l.weight": codes}), weights={"l.weight": codes.double()}, fresh=False)
+
+
+# --- MLX --------------------------------------------------------------------------------------------------------------
+
+
+def mlx(make: pack.Packed, *, refused: str = "", key: str = "quantization", **config: Any) -> Callable[[Path], File]:
+    """A weight of MLX; `config`: changes of its settings, among them those of one layer."""
+
+    def file(folder: Path) -> File:
+        state, values, about = make
+        source = stored(folder, state, {key: {**about, **config}})
+        if refused:
+            return File(source=source, refused={"w.weight": refused}, fresh=False)
+        return File(source=source, weights={"w.weight": torch.tensor(values)}, fresh=False)
+
+    return file
 
 
 # --- torch's own -----------------------------------------------------------------------------------------------------
@@ -148,6 +189,7 @@ def recurrent(folder: Path) -> File:
 int32, uint8 = torch.ones(8, 16, dtype=torch.int32), torch.ones(16, 8, dtype=torch.uint8)
 SAID = "packed or quantised weights, whose scale is not known here"
 NOT_READ = "not called a weight"
+MLX = "MLX"
 BNB, GPTQ, AWQ, CT, OPT, FP8 = "bitsandbytes", "GPTQ", "AWQ", "compressed-tensors", "modelopt", "8-bit floats"
 
 CASES: dict[str, Case] = {
@@ -157,6 +199,25 @@ CASES: dict[str, Case] = {
     "4 bits and a key that is not known": Case(
         BNB, packed(lambda: pack.four_bits(nested=False), refused="not understood: rotation", rotation="hadamard")
     ),
+    "int8 and zero points of rows": Case(CT, int8_with_zeros((256, 1))),
+    "int8 and zero points of groups": Case(CT, int8_with_zeros((256, 6))),
+    "int8 and one zero point": Case(CT, int8_with_zeros((1, 1), "l.zero_point")),
+    "int8 and shifts of another name": Case(
+        CT, int8_with_zeros((256, 6), "l.weight_shift", said="how l.weight_shift shifts it is not known")
+    ),
+    "float8 and a zero point of 0": Case(CT, one_zero),
+    "MLX of 4 bits": Case(MLX, mlx(pack.affine(4, 64, 16))),
+    "MLX of 8 bits": Case(MLX, mlx(pack.affine(8, 32, 16), key="quantization_config", mode="affine")),
+    "MLX of 3 bits": Case(MLX, mlx(pack.affine(3, 32, 16))),
+    "MLX of 6 bits": Case(MLX, mlx(pack.affine(6, 128, 16))),
+    "MLX of experts": Case(MLX, mlx(pack.affine(5, 32, 3, 8))),
+    "MLX with other settings for a layer": Case(
+        MLX, mlx(pack.affine(2, 64, 16), bits=4, group_size=32, w={"bits": 2, "group_size": 64}, v=False)
+    ),
+    "MLX with settings that do not fit": Case(
+        MLX, mlx(pack.affine(4, 64, 16), bits=8, refused="no configuration tells bits and groups that fit")
+    ),
+    "MLX in another mode": Case(MLX, mlx(pack.affine(4, 32, 16), mode="nvfp4", refused="the mode nvfp4, which")),
     "GPTQ of 4 bits": Case(GPTQ, packed(lambda: pack.gptq(4, 1, order=True))),
     "GPTQ of 8 bits": Case(GPTQ, packed(lambda: pack.gptq(8, 1, order=True))),
     "GPTQ of 2 bits": Case(GPTQ, packed(lambda: pack.gptq(2, 2, order=True))),
@@ -176,6 +237,10 @@ CASES: dict[str, Case] = {
     "GPTQ with other settings for some layers": Case(
         GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"a": {"bits": 8}}, refused="not understood: dynamic")
     ),
+    "GPTQ, version 2 that is named version 1": Case(GPTQ, packed(lambda: pack.symmetric_gptq(4, named=1, written=2))),
+    "GPTQ, version 1 that is named version 2": Case(GPTQ, packed(lambda: pack.symmetric_gptq(8, named=2, written=1))),
+    "GPTQ, symmetric": Case(GPTQ, packed(lambda: pack.symmetric_gptq(4, named=1, written=1))),
+    "GPTQ with zero points of 0": Case(GPTQ, packed(pack.gptq_of_nonnegative_weights)),
     "GPTQ of 3 bits": Case(GPTQ, packed(lambda: pack.gptq(3, 1, order=True))),
     "GPTQ of 3 bits and version 2": Case(GPTQ, packed(lambda: pack.gptq(3, 2, order=False))),
     "GPTQ of 5 bits": Case(

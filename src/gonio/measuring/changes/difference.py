@@ -61,7 +61,7 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
     C("norm_ratio", "norm ratio", "median over filters of the norm after over before", 10),
     C("angle_mean", "angle", "between each filter before and after: mean", 6, figures("{:.1f}°", "angle_mean")),
     C("angle_max", "largest", "the largest of these angles", 7, figures("{:.1f}°", "angle_max")),
-    C("form", "form", "of the change: pruned, reordered, scaled, gains, rotation, rank r (low), full", 9,
+    C("form", "form", "of the change: rounded, pruned, reordered, scaled, gains, rotation, rank r (low), full", 9,
       lambda t: t.form or "–"),
     C("intruders", "intr.", "of the 10 top directions after, those unlike any before · after a random change", 6,
       _intruders),
@@ -180,15 +180,20 @@ class Differences(PagedTable[TensorDifference]):
             equal = sum(tensor.status == "equal" for tensor in self.tensors)
             if not equal:
                 return say("Nothing could be compared.")
+            every, left = counted(len(self.tensors), "tensor"), len(self.tensors) - equal
+            if left and not self.findings:
+                told = {"equal": equal, "every": every, "left": left}
+                return say("{equal:,} of {every} are equal, {left:,} not compared.", **told)
             if self.findings:
-                every = counted(len(self.tensors), "tensor")
                 alike = say("{equal:,} of {every} are equal.", equal=equal, every=every)
                 return joined([alike, verdict(self.findings, [t.path for t in self.tensors], "tensor")], " ")
             return say("Nothing changed: {tensors} equal.", tensors=counted(equal, "tensor"))
         known = [tensor.relative for tensor in self.moved if tensor.relative is not None]
         low, high = (number(end, 2) for end in (min(known), max(known))) if known else ("", "")
         of = {"n": len(self.moved), "tensors": counted(len(self.tensors), "tensor")}
-        if not known:
+        if all(tensor.rounded for tensor in self.moved):
+            changed = say("{n:,} of {tensors} are rounded to another dtype, and nothing else changed.", **of)
+        elif not known:
             changed = say("{n:,} of {tensors} changed.", **of)
         elif low == high:
             changed = say("{n:,} of {tensors} changed, by {low} of the norm.", low=low, **of)
@@ -436,9 +441,17 @@ def _row_of(
     if before.shape != after.shape:
         return _row(name, "not compared", f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"), None
     dtype = torch.promote_types(before.dtype, after.dtype)
+    rounded = _is_rounded(before, after.to(before.device))
     before, after = before.to(dtype), after.to(before.device, dtype)
     if torch.equal(before, after):
         norm = norm_of(before)
         return _row(name, "equal", shape=tuple(before.shape), relative=0.0, norm=norm, change_norm=0.0), None
     values = figures_of(before, after, layout_of_pair(held, entry), name)
-    return replace(_row(name, "compared"), **values), StoredDifference(before, after)
+    return replace(_row(name, "compared"), **values, rounded=rounded), StoredDifference(before, after)
+
+
+def _is_rounded(one: Tensor, other: Tensor) -> bool:
+    """Whether one of two tensors is the other one in its dtype."""
+    if one.dtype == other.dtype:
+        return False
+    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)

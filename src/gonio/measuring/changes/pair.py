@@ -62,6 +62,7 @@ class TensorDifference:
             random subspaces.
         entries_changed: number of entries that differ. `entries_zeroed`: of them, those that are 0 after.
         reordered: number of filters at other places, if those after are those before in another order; else 0.
+        rounded: whether one side is the other one rounded to its dtype, so that nothing else changed.
     """
 
     name: str
@@ -96,6 +97,7 @@ class TensorDifference:
     entries_changed: int | None = None
     entries_zeroed: int | None = None
     reordered: int | None = None
+    rounded: bool = False
 
     def __repr__(self) -> str:
         change = "" if self.relative is None else f", changed by {self.relative:.3g}"
@@ -103,11 +105,14 @@ class TensorDifference:
 
     @property
     def form(self) -> str:
-        """The change in a word or two; empty without filters.
+        """The change in a word or two; empty without filters, but for `rounded`.
 
-        `equal`, `pruned` (entries became 0 and no other changed), `reordered` (the same filters at other places),
-        `scaled` (all filters alike), `gains` (each filter by its own factor), `rotation`, `rank r`, `full`.
+        `equal`, `rounded` (to another dtype, and nothing else changed), `pruned` (entries became 0 and no other
+        changed), `reordered` (the same filters at other places), `scaled` (all filters alike), `gains` (each filter by
+        its own factor), `rotation`, `rank r`, `full`.
         """
+        if self.rounded:
+            return "rounded"
         if self.status != "compared" or (self.angle_max is None and self.gram_change is None):
             return self.status if self.status == "equal" else ""
         if self.entries_zeroed and self.entries_zeroed == self.entries_changed:

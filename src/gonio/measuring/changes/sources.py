@@ -13,10 +13,10 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
 from gonio.measuring.reading.adapters import Fault, Places, no_weight
-from gonio.measuring.reading.entry import TensorEntry, numbers_of
+from gonio.measuring.reading.entry import ADDITIVE_MASK, TensorEntry, is_additive_mask, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
-from gonio.messages import counted, said_by
+from gonio.messages import counted, said_by, say
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
@@ -56,6 +56,12 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         InvalidArgumentError: as :func:`gonio.measure`, and if no name is that of a tensor of the base.
     """
     found = contents_of(source)
+    if not found.entries:
+        raise InvalidArgumentError(
+            "difference() matches tensors by name",
+            say("{source}, and it holds no tensor", source=name_of(source)),
+            say("Save it again, or name the file that holds the weights."),
+        )
     entries = _plain(found.entries)
     places = Places(base)
     adapters = places.of([*found.adapters])
@@ -176,7 +182,10 @@ def values_of(entry: TensorEntry, when: str) -> Tensor | str:
     if found.tensor is None:
         return found.reason
     values = found.tensor.float() if found.tensor.element_size() == 1 else found.tensor
-    return f"{NONFINITE} {when}" if count_nonfinite(values)[0] else values
+    nonfinite, _ = count_nonfinite(values)
+    if nonfinite and is_additive_mask(values, nonfinite):
+        return ADDITIVE_MASK
+    return f"{NONFINITE} {when}" if nonfinite else values
 
 
 def layout_of_pair(before: TensorEntry, after: TensorEntry) -> Layout | None:

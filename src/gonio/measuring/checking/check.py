@@ -26,10 +26,19 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import judged_states
-from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, faults_of
+from gonio.measuring.reading.absent import without_values
+from gonio.measuring.reading.adapters import MARKS, Adapter, adapters_in, faults_of
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
+from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
-from gonio.measuring.reading.source import name_of, of_damaged, optimizer_of, padding_beside, small_json
+from gonio.measuring.reading.source import (
+    configured,
+    name_of,
+    of_damaged,
+    optimizer_of,
+    padding_beside,
+    small_json,
+)
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -79,7 +88,8 @@ class CheckpointContents:
         """The line as a message."""
         dtypes = joined([f"{n} {plain(dtype, longest=40)}" for dtype, n in self.dtypes.items()])
         size = {"values": _large(self.parameters), "tensors": counted(self.tensors, "tensor"), "dtypes": dtypes}
-        parts: list[str] = [say("{values} in {tensors} ({dtypes})", **size)]
+        held = say("{values} in {tensors} ({dtypes})", **size) if dtypes else say("{values} in {tensors}", **size)
+        parts: list[str] = [held]
         parts = [plain(self.family, longest=80), *parts] if self.family else parts
         parts += [counted(self.layers, "layer")] if self.layers is not None else []
         parts += [counted(self.heads, "head")] if self.heads is not None else []
@@ -131,10 +141,10 @@ class CheckResult(Table[TensorCheck]):
         said = joined([count for count in counts if not count.startswith("0 ")], last=" and ")
         if levels["error"]:
             return say("Damaged: {found}.", found=said)
-        if levels["warn"]:
-            return say("Readable, with {found}.", found=said)
         if not self.tensors:
             return say("Nothing to check: it holds no tensor.")
+        if levels["warn"]:
+            return say("Readable, with {found}.", found=said)
         every = counted(len(self.tensors), "tensor")
         if read < len(self.tensors):
             return say("No damage found in {read} of {every}; the others were not checked.", read=read, every=every)
@@ -271,10 +281,12 @@ def check(
     tensors = among_others(known_parts, padding=padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
-    own = (place.name for place in held.places if not place.beside)
+    own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     gaps = [] if adapters else missing_in_blocks(own, held.problems)
+    gaps += without_values(own) if own or not held.places else []
     states = optimizer_of(source)
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
+    problems += _without_scale(tensors)
     rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
     places = {path: place for place, path in enumerate(_in_depth_order(tensors, one_file=len(held.files) < 2))}
     found = checked(tensors, problems)
@@ -296,17 +308,31 @@ def _folder(held: Inventory) -> Path | None:
     return first if first is None or first.is_dir() else first.parent
 
 
-def _adapters(held: Inventory) -> tuple[list[Adapter], dict[str, Any]]:
+def _adapters(held: Inventory) -> tuple[list[Adapter], Mapping[str, Any]]:
     """The adapters of a checkpoint, whose values are not read, and their configuration."""
     own = {place.name: place for place in held.places if not place.beside and not place.reason}
-    if not any(mark in f".{name}" for name in own for mark in MARKS):
-        return [], {}
     folder = _folder(held)
-    config = {} if folder is None else small_json(folder / "adapter_config.json")
+    beside = {} if folder is None else small_json(folder / "adapter_config.json")
+    about, config = configured(beside, held.metadata, own)
+    if config is None or not any(mark in f".{name}" for name in own for mark in MARKS):
+        return [], {}
     stored = {
         name: StoredTensor(place.shape, place.dtype, partial(torch.zeros, place.shape)) for name, place in own.items()
     }
-    return adapters_in(stored, AdapterConfig(config)), config
+    return adapters_in(stored, config), about
+
+
+def _without_scale(tensors: Sequence[TensorCheck]) -> Iterator[Problem]:
+    """The 8-bit weights that lack the scale that others of the file have."""
+    own = {t.name: t for t in tensors if not (t.beside or t.reason)}
+    suspects = [name for name, t in own.items() if t.dtype.startswith("float8") and len(t.shape) > 1]
+    stored = {
+        name: StoredTensor(t.shape, t.dtype, partial(torch.zeros, t.shape)) for name, t in own.items() if suspects
+    }
+    for weight in stored_weights(suspects, stored, {}):
+        t = own[weight.parts[0]]
+        if weight.kind == BARE and (lost := lost_scale(t.dtype, t.largest or 0.0)):
+            yield Problem("G715", t.path, lost)
 
 
 def _contents(held: Inventory) -> CheckpointContents:

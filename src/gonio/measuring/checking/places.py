@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,10 +25,10 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import dtype_named, header_of, numbers_of, stored_entries
+from gonio.measuring.reading.entry import dtype_named, header_of, is_blown_up, numbers_of, stored_entries
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
-from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps
+from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, state_in
@@ -68,12 +68,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The tensors of a checkpoint, the problems of its files, remarks, and the names of the files."""
+    """The tensors of a checkpoint, the problems of its files, remarks, the names of the files, texts of a header."""
 
     places: tuple[Place, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def inventory(source: object) -> Inventory:
@@ -218,7 +219,7 @@ def _of_safetensors(path: Path) -> Inventory:
             ends.append((begin, end, name))
     problems += [*cut.problems(), *gaps(sorted(ends), data, path.name)]
     in_order = tuple(place for _, place in sorted(places, key=lambda pair: pair[0]))  # disks read in one direction
-    return Inventory(in_order, tuple(problems), files=(path,))
+    return Inventory(in_order, tuple(problems), files=(path,), metadata=texts_of(header))
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
@@ -245,7 +246,7 @@ def _misfit(dtype: str, shape: tuple[int, ...], begin: int, end: int) -> str:
     """Why a tensor's place does not fit its header; empty if it does."""
     known = dtype_named(DTYPES.get(dtype, ""))
     if known is None and dtype not in _HALF_BYTES:
-        return say("its dtype {dtype} is not known", dtype=plain(dtype, longest=40))
+        return say("its dtype {dtype} is not known", dtype=plain(dtype, longest=40) or repr(""))
     width = known.itemsize if known is not None else _HALF_BYTES[dtype] / 2
     if end - begin != prod(shape) * width:
         return say(
@@ -338,7 +339,7 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
         reason = "on the meta device: it has no values"
     elif local.layout != torch.strided or local.is_quantized:
         reason = f"its layout {local.layout} is not read" if not local.is_quantized else "a quantised tensor of torch"
-    elif local.numel() > stored_entries(local):
+    elif is_blown_up(local):
         reason = f"claims {local.numel()} entries, of which {stored_entries(local)} are stored"
     else:
         size = local.nbytes

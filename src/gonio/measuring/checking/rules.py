@@ -19,10 +19,20 @@ from gonio.measuring.findings.rules import (
     zero_filters,
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
-from gonio.measuring.reading.entry import USUAL_PADDING, has_bias, infer, negative_variances, stores_inputs_first
+from gonio.measuring.reading.entry import (
+    PACKED,
+    USUAL_PADDING,
+    fills_up,
+    has_bias,
+    infer,
+    negative_variances,
+    stores_inputs_first,
+)
+from gonio.measuring.reading.order import is_matrix
 from gonio.measuring.reading.source import padding_rows, tables_in
 from gonio.messages import counted, say
 
+_CODES = frozenset(str(dtype).removeprefix("torch.") for dtype in PACKED)  # what packed weights are stored in
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
 VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
 
@@ -51,8 +61,11 @@ def among_others(
     """
     own = [t for t in tensors if not t.beside]
     known = places((t.name, t.shape, t.norm) for t in own if t.norm is not None)
+    # codes and scales of packed weights have no norm: of them it is told only that all are 0
+    codes = places((t.name, t.shape, float(not t.zero)) for t in own if t.dtype in _CODES and not t.reason)
+    known |= {name: place for name, place in codes.items() if place.ratio == 0}
     shapes = {t.name: t.shape for t in own}
-    inputs_first = stores_inputs_first(shapes) if any(t.equal_rows for t in own) else False
+    inputs_first = stores_inputs_first(shapes) if any(t.equal_rows or t.zero_rows for t in own) else False
 
     def is_layer(t: TensorCheck) -> bool:
         layout, *_ = infer(t.name, shapes, inputs_first=inputs_first)
@@ -67,15 +80,15 @@ def among_others(
     tables = tables_in(shapes)
 
     def with_rows(t: TensorCheck) -> TensorCheck:
-        if t.beside or t.adapter or not (t.equal_rows or t.zero_rows == 1):
+        if t.beside or t.adapter or not (t.equal_rows or t.zero_rows):
             return t
-        return replace(t, layer=t.equal_rows > 0 and is_layer(t), padding=padding_rows(t.shape, padding, tables))
+        return replace(t, layer=is_layer(t), padding=padding_rows(t.shape, padding, tables))
 
     placed = (replace(t, **asdict(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
     return tuple(map(with_rows, placed))
 
 
-for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714"):
+for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714", "G715"):
 
     @rule(_code, FILE_RULES)
     def _of_file(problem: Problem, code: str = _code) -> str | None:
@@ -89,10 +102,16 @@ def _nonfinite(t: TensorCheck) -> str | None:
 
 @rule("G101", VALUE_RULES)
 def _zero(t: TensorCheck) -> str | None:
-    return say("every value is 0") if t.zero and t.rows > 1 and t.ratio != 0 and not t.state else None
+    if not (t.zero and is_matrix(t.shape)) or t.ratio == 0 or t.state or (t.integers and t.dtype not in _CODES):
+        return None
+    return say("every value is 0")
 
 
-@rule("G102", VALUE_RULES)
+@rule(
+    "G102",
+    VALUE_RULES,
+    harmless=lambda t: bool(t.padding) and not t.layer and fills_up(t.zero_rows, t.rows, t.zero_indices),
+)
 def _zero_rows(t: TensorCheck) -> str | None:
     if not 0 < t.zero_rows < t.rows or t.adapter or t.state or t.beside or _padded(t):
         return None
@@ -120,7 +139,7 @@ def _equal_rows(t: TensorCheck) -> str | None:
 def _constant(t: TensorCheck) -> str | None:
     return (
         say("every value is {largest:.3g} or its negative", largest=t.largest)
-        if t.constant and not t.zero and t.rows > 1 and not t.state
+        if t.constant and not t.zero and is_matrix(t.shape) and not t.integers and not t.state
         else None
     )
 

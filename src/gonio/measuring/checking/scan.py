@@ -60,9 +60,10 @@ class TensorCheck:
         row: the index of the first zero row, or of the first constant one; `pair`: those of two equal rows.
         zero_indices, constant_indices: the indices of these rows, the first thousand of each. `equal_pairs`: each row
             that equals an earlier one, and that one, the first thousand.
-        layer: of a tensor with equal rows, whether rows are the filters of a layer: it is called a weight, and has more
-            than two dimensions, a bias, or siblings. Rows of a table can be equal because their tokens never occur.
-        padding: of a matrix with one row of zeros, or with equal ones, the rows of which one is 0 if it is an embedding
+        layer: of a tensor with equal rows or rows of zeros, whether rows are the filters of a layer: it is called a
+            weight, and has more than two dimensions, a bias, or siblings. Rows of a table can be equal because their
+            tokens never occur.
+        padding: of a matrix with rows of zeros, or with equal ones, the rows of which one is 0 if it is an embedding
             with padding; empty if it cannot be one.
         negative: number of negative values of a tensor that holds running variances; 0 for any other.
         adapter: whether it is a part of an adapter: rows of B that no gradient has reached are 0.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import inf, isfinite, prod, sqrt
+from math import isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -31,12 +31,15 @@ from gonio.geometry.pairs import PairStatistics, neighbour_ratio, pair_statistic
 from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, singular_values_of_each, spectrum_estimate
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import (
+    ADDITIVE_MASK,
+    FILLED,
     MAYBE_PADDING,
     ORDERED,
     TensorEntry,
     are_sinusoids,
+    fills_up,
     holds_variances,
-    is_mask,
+    is_additive_mask,
     may_be_fixed,
     negative_variances,
     numbers_of,
@@ -319,6 +322,7 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
     layout, shape = entries[0].layout, entries[0].shape
     plainly = [n for n, raw in enumerate(loaded) if type(raw) in (Tensor, nn.Parameter) and raw.shape == shape]
     plainly = [n for n in plainly if loaded[n].is_cpu and loaded[n].dtype in _STACKED]
+    plainly = [n for n in plainly if loaded[n].layout == torch.strided]  # sparse ones are not stacked
     if layout is None or len({loaded[n].dtype for n in plainly}) != 1:
         return {}
     stack = torch.stack([loaded[n].detach() for n in plainly])
@@ -361,9 +365,9 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         return _row(entry, **known, status=status, reason=entry.reason if part else numbers.reason, notes=notes)
     del raw  # a quantised tensor is released once its values are computed
     known["nonfinite"], known["first_nonfinite"] = count_nonfinite(tensor)
-    if known["nonfinite"] > 1 and _is_additive_mask(tensor, known["nonfinite"]):
+    if known["nonfinite"] > 1 and is_additive_mask(tensor, known["nonfinite"]):
         known |= {"nonfinite": 0, "first_nonfinite": None}
-        reason = "an additive mask: every value is 0 or −inf"
+        reason = ADDITIVE_MASK
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
     if holds_variances(entry.name) and (negative := int((tensor < 0).sum())):
         notes = (*notes, negative_variances(negative))
@@ -379,6 +383,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
     if values["zero_filters"] == 1 and values["zero_indices"][0] in entry.padding:
         values["notes"] = (*values["notes"], MAYBE_PADDING)
+    if entry.table and fills_up(values["zero_filters"], tensor.shape[0], values.get("zero_indices", ())):
+        values["notes"] = (*values["notes"], FILLED)
     if entry.table and entry.layout == PLAIN and _in_order(tensor, values):
         values["notes"] = (*values["notes"], ORDERED)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
@@ -483,12 +489,6 @@ def _angles(pairs: PairStatistics, n: int, d: int) -> dict[str, Any]:
         "closest": pairs.closest,
         "angle_histogram": pairs.histogram,
     }
-
-
-def _is_additive_mask(tensor: Tensor, nonfinite: int) -> bool:
-    if tensor.is_complex() or not is_mask(tensor.shape, nonfinite, int((tensor == -inf).sum())):
-        return False
-    return not bool(torch.where(tensor == -inf, 0, tensor).any())
 
 
 def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple[int, int], ...]:

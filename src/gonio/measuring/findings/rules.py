@@ -29,6 +29,7 @@ from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import (
     CONSTANT,
     FACTOR,
+    FILLED,
     FIXED,
     LOW_RANK,
     MATRIX,
@@ -338,7 +339,7 @@ def _of_adapter(t: TensorMeasurement) -> bool:
     return t.kind in (LOW_RANK, FACTOR)
 
 
-@rule("G102", WEIGHT_RULES)
+@rule("G102", WEIGHT_RULES, harmless=lambda t: FILLED in t.notes)
 def _dead(t: TensorMeasurement) -> str | None:
     padding = t.zero_filters == 1 and not {PADDING, MAYBE_PADDING}.isdisjoint(t.notes)
     if not t.zero_filters or t.zero_filters == t.total_filters or padding or _of_adapter(t):

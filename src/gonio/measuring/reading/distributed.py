@@ -308,7 +308,8 @@ def _sorted_out(
     try:
         found = state_in(nested, what="the checkpoint", key=key)
     except InvalidArgumentError as error:
-        return Opened({}, tuple(lost), tuple(notes), stored, problems, error)
+        alone = fitted(found_states, {}, in_order=True)
+        return Opened({}, tuple(lost), tuple(notes), stored, problems, error, alone)
     owned = {flat: str(word) for word, flat in names[id(found.state)].items()}
     model = {owned[flat]: tensor for flat, tensor in stored.items() if flat in owned}
     beside = {flat: tensor for flat, tensor in stored.items() if flat not in owned}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Literal
 
 import torch
@@ -24,13 +24,25 @@ PADDING = "one row is padding and stays 0"  # the note on an embedding with padd
 NEGATIVE = "negative"  # the end of the note on running variances below 0
 USUAL_PADDING = (0, 1)  # the first row, as in BERT and T5, or the second one, as in RoBERTa, BART and MPNet
 MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
+FILLED = "its last rows are 0, as those that fill a vocabulary up"
 # The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
 FIXED = "a table that is not trained, in a model that is"
 CONSTANT = "every row is the same: it starts from a constant"
 # That on a table whose rows are in order, as learned positions are.
 ORDERED = "neighbouring rows are alike, as those of positions are"
+ADDITIVE_MASK = "an additive mask: every value is 0 or −inf"
+EIGHT_BITS = "8-bit floats, read as float32"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
 LOW_RANK, FACTOR = fixed("low-rank product"), fixed("factor of an adapter")
+
+
+def fills_up(count: int, total: int, first: Sequence[int]) -> bool:
+    """Whether the rows of zeros are the last ones, as those that fill a vocabulary up to a round number.
+
+    Args:
+        count: of rows of zeros among `total`. `first`: the first ones of them.
+    """
+    return 0 < count < total and first[0] == total - count
 
 
 @dataclass(frozen=True)
@@ -151,10 +163,15 @@ def stored_entries(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
+def is_blown_up(tensor: Tensor) -> bool:
+    """Whether a strided tensor repeats what it stores so often that it is not read: a kilobyte can claim terabytes."""
+    return tensor.numel() > max(LARGEST_EXPANDED, stored_entries(tensor))
+
+
 LONG = 32  # inputs, and positions of a kernel, above which a tensor of three dimensions is rather a stack of matrices
-LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor of a model may repeat those that it stores
-PACKED = {torch.uint8, torch.int8, torch.int32}
-INTEGERS = {*PACKED, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor may repeat those that it stores
+PACKED = {torch.uint8, torch.int8, torch.int32, torch.uint32}
+INTEGERS = {*PACKED, torch.int16, torch.int64, torch.uint16, torch.uint64}
 
 
 @dataclass(frozen=True)
@@ -185,7 +202,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
         return Numbers(None, f"{kind}: filters are not stored whole")
     if not tensor.is_floating_point():
         return _no_floats(tensor)
-    if tensor.numel() > LARGEST_EXPANDED and stored_entries(tensor) < tensor.numel():
+    if is_blown_up(tensor):
         return Numbers(None, f"expanded: {tensor.numel():,} entries, of which {stored_entries(tensor):,} are stored")
     if not tensor.numel():
         return Numbers(None, f"empty: shape {tuple(tensor.shape)}", skipped=False)
@@ -194,7 +211,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
             tensor.detach().flatten()[:1].float()
         except RuntimeError:
             return Numbers(None, f"packed as {_named(tensor.dtype)}")
-        notes = (*notes, "8-bit floats, read as float32")
+        notes = (*notes, EIGHT_BITS)
     return Numbers(tensor.detach(), notes=notes)
 
 
@@ -296,6 +313,13 @@ def is_mask(shape: Sequence[int], nonfinite: int, minus: int) -> bool:
         nonfinite, minus: number of values that are NaN or infinite, and of those that are −inf.
     """
     return len(shape) > 1 and minus == nonfinite > 1 and _MASKED * minus >= prod(shape)
+
+
+def is_additive_mask(tensor: Tensor, nonfinite: int) -> bool:
+    """Whether a tensor with so many infinite values is an additive mask: the others are 0."""
+    if tensor.is_complex() or not is_mask(tensor.shape, nonfinite, int((tensor == -inf).sum())):
+        return False
+    return not bool(torch.where(tensor == -inf, 0, tensor).any())
 
 
 def negative_variances(count: int) -> Message:

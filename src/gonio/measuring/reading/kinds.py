@@ -11,12 +11,12 @@ from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.hdf5_files import open_hdf5
 from gonio.measuring.reading.numpy_files import stored_in_numpy
 from gonio.measuring.reading.onnx_files import open_onnx
-from gonio.measuring.reading.safetensors_files import stored_in_safetensors
+from gonio.measuring.reading.safetensors_files import open_safetensors
 from gonio.measuring.reading.state_dicts import Opened
 from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
 
 OTHERS: dict[str, Callable[[Path], Opened]] = {
-    ".safetensors": lambda path: Opened(stored_in_safetensors(path)),
+    ".safetensors": open_safetensors,
     ".gguf": open_gguf,
     ".onnx": open_onnx,
     **dict.fromkeys((".keras", ".h5", ".hdf5"), open_hdf5),

@@ -257,6 +257,7 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
             without += [name or place] if stateful and key in found.options else []
             continue
         unknown, wrong = "" if name else _why_unknown(named, in_order), ""
+        unknown = unknown if weights else say("no weights are beside it")
         if raw.groups and key not in found.options:
             wrong = say("no parameter group of the optimizer has it")
         elif named and not name and weights:

@@ -47,13 +47,16 @@ def pattern_of(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Whether more than one side is longer than 1; others are vectors, such as the bias of all channels of an image."""
+    return sum(side > 1 for side in shape) > 1
+
+
 def families(shapes: Mapping[str, tuple[int, ...]], *, siblings: int = SIBLINGS) -> list[list[str]]:
     """The matrices that repeat from layer to layer: at least four of one shape and one name up to numbers in it.
 
     Args:
         siblings: of each matrix, at least.
-
-    What has one side alone that is longer than 1 is a vector, such as the bias of all channels of an image.
 
     Example:
         >>> from gonio.measuring.reading.order import families
@@ -62,7 +65,7 @@ def families(shapes: Mapping[str, tuple[int, ...]], *, siblings: int = SIBLINGS)
     """
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in shapes.items():
-        if sum(side > 1 for side in shape) > 1:
+        if is_matrix(shape):
             found.setdefault((pattern_of(name), shape), []).append(name)
     return [names for names in found.values() if len(names) > siblings]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -16,7 +17,7 @@ from gonio.errors import UnreadableFileError
 from gonio.escaping import plain
 from gonio.measuring.reading.content import misnamed
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
-from gonio.measuring.reading.state_dicts import Problem
+from gonio.measuring.reading.state_dicts import Opened, Problem
 from gonio.messages import say
 
 DTYPES = {
@@ -34,8 +35,8 @@ DTYPES = {
 }
 
 
-def stored_in_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file. The format's own reader checks the header; no values are read yet.
+def open_safetensors(path: Path) -> Opened:
+    """The tensors of a safetensors file and its header's texts. The format's own reader checks it; no values are read.
 
     That reader maps the file into memory to read tensors. Pages of a map count as this process's memory while it
     lasts, and torch refuses to map a file larger than memory. Therefore each tensor is read from its offset in
@@ -57,9 +58,15 @@ def stored_in_safetensors(path: Path) -> dict[str, StoredTensor]:
             stored[name] = StoredTensor(
                 shape, dtype, partial(read_tensor, path, 8 + length + begin, end - begin, dtype, shape)
             )
-        return stored
+        return Opened(stored, metadata=texts_of(header))
     except Exception as error:  # the reader's own errors, OSError, and those that a hostile header provokes
         raise damaged(path, error) from error
+
+
+def texts_of(header: Mapping[str, Any]) -> dict[str, str]:
+    """The texts that a program has written into a header."""
+    held = header.get("__metadata__")
+    return {k: v for k, v in held.items() if isinstance(v, str)} if isinstance(held, dict) else {}
 
 
 def read_tensor(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -83,7 +83,10 @@ def _shard(path: Path) -> dict[str, StoredTensor] | str:
     if not path.is_file():
         return f"its shard {plain(path.name)} is missing"
     try:
-        return open_single(path).stored
+        opened = open_single(path)
+        if opened.refusal is not None:
+            raise opened.refusal
+        return opened.stored
     except GonioError as error:
         return f"its shard {plain(path.name)} cannot be read: {error}"
 

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import MARKS, Adapter, AdapterConfig, adapters_in, entries_of_adapters, faults_of
+from gonio.measuring.reading.absent import without_values
+from gonio.measuring.reading.adapters import (
+    MARKS,
+    Adapter,
+    AdapterConfig,
+    adapters_in,
+    entries_of_adapters,
+    faults_of,
+    stated_in_header,
+)
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
     AS_STORED,
@@ -66,6 +75,7 @@ _STANDARD = frozenset(
     for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
     for kind in ("safetensors", "bin")
 )
+_QUANTISATION = ("quantization_config", "compression_config", "quantization")  # the last one is MLX's
 _MODELS = (*SUFFIXES, *OTHERS)
 # Of a folder's files, the kinds in the order in which one is the model.
 _PATTERNS = (
@@ -115,13 +125,16 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         InvalidArgumentError, UnreadableFileError: as :func:`gonio.measure`.
     """
     adapters: list[Adapter] = []
+    absent: list[Problem] = []
     if isinstance(source, nn.Module):
         opened, made = Opened({}), entries_of_model(source)
     else:
         opened, beside = _opened(source)
+        headers = {other.name: (other.shape or (), other.dtype) for other in opened.others}
+        headers |= {name: (tensor.shape, tensor.dtype) for name, tensor in opened.stored.items()}
+        absent = without_values(headers)
         opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
-        about = beside.adapters
-        config = AdapterConfig(about) if about or any(m in f".{key}" for key in opened.stored for m in MARKS) else None
+        about, config = configured(beside.adapters, opened.metadata, opened.stored)
         adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
         made = [*_entries(opened.stored, beside, parts), *opened.others]
@@ -153,9 +166,19 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     gaps = (
         [] if adapters else missing_in_blocks([*opened.stored, *(each.name for each in opened.others)], opened.problems)
     )
-    problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps)
+    problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
+
+
+def configured(
+    beside: Mapping[str, Any], metadata: Mapping[str, str], names: Iterable[str]
+) -> tuple[Mapping[str, Any], AdapterConfig | None]:
+    """The configuration of a file's adapters: that beside it, else that in its header; none if it has no adapters."""
+    if not beside and not any(mark in f".{name}" for name in names for mark in MARKS):
+        return beside, None
+    header = {} if beside else stated_in_header(metadata)
+    return (header, AdapterConfig.of_header(header)) if header else (beside, AdapterConfig(beside))
 
 
 def _as_stored(entries: list[TensorEntry], stored: StoredTensors) -> list[TensorEntry]:
@@ -284,17 +307,26 @@ def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
 
 def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
     """The tensors, and the configurations in the file's folder."""
+    found = _held(source)
+    if found[0].refusal is not None:
+        raise found[0].refusal
+    return found
+
+
+def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
+    """As :func:`_opened`; of a source whose weights are not known, why, and the states of optimizers."""
     if isinstance(source, Mapping):
-        opened = open_state(state_in(source, what="the mapping"))
         raw = optimizers_in(source, in_memory)
+        try:
+            opened = open_state(state_in(source, what="the mapping"))
+        except InvalidArgumentError as error:
+            return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True)), _Beside()
         return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened, _Beside()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
     files, others = files_in(path) if path.is_dir() else ([path], [])
     opened = open_file(files[0], key) if len(files) == 1 else open_parts(files)
-    if opened.refusal is not None:
-        raise opened.refusal
     if others:
         opened = replace(
             opened,
@@ -320,11 +352,11 @@ def of_damaged(contents: OptimizerContents) -> list[Problem]:
 
 
 def optimizer_of(source: Source) -> OptimizerContents:
-    """The states of optimizers in a checkpoint; none where it cannot be told which tensors are the model's."""
+    """The states of optimizers in a checkpoint, those without the model's tensors among them."""
     if isinstance(source, nn.Module):
         return OptimizerContents()
     try:
-        return _opened(source)[0].optimizer
+        return _held(source)[0].optimizer
     except GonioError:  # damage is a finding of `check`
         return OptimizerContents()
 
@@ -332,7 +364,7 @@ def optimizer_of(source: Source) -> OptimizerContents:
 def _beside(folder: Path) -> _Beside:
     """The configurations: of a quantisation in `config.json`, or in a file of its own as older tools write it."""
     config, adapters, older, oldest = (small_json(folder / name) for name in CONFIGURATIONS)
-    found = config.get("quantization_config") or config.get("compression_config")
+    found = next((config[key] for key in _QUANTISATION if config.get(key)), None)
     if not isinstance(found, dict):
         found = older or oldest
     text = config.get("text_config")

@@ -95,6 +95,7 @@ class Opened:
         problems: what is wrong with the files, as far as it is seen without reading values.
         refusal: why it cannot be told which tensors are the model's; then all are `beside`.
         optimizer: the states of optimizers, parameter by parameter.
+        metadata: texts in the header of a single file.
     """
 
     stored: dict[str, StoredTensor]
@@ -104,6 +105,7 @@ class Opened:
     problems: tuple[Problem, ...] = ()
     refusal: InvalidArgumentError | None = None
     optimizer: OptimizerContents = field(default_factory=OptimizerContents)
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,10 @@ def _no_state(content: Any, what: str) -> InvalidArgumentError:
     if isinstance(content, Mapping):
         held = f"a mapping with the keys [{shorten_list(content, repr)}]"
         if places := list(_holders(content)):
-            do = f"Name the one to measure (--key {places[0]} on the command line), or pass it alone."
+            named = [str(key) for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
+            do = "Pass them with their names, as a mapping: a list has none."
+            if named:
+                do = f"Name the one to measure (--key {named[0]} on the command line), or pass it alone."
             do += f" Tensors are under: {shorten_list(places, repr)}."
     return InvalidArgumentError(f"measure() looks for named tensors in {what}", held, do)
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import UnreadableFileError, listing
+from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
-from gonio.measuring.reading.entry import StoredTensor, stored_entries
+from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
@@ -62,7 +62,13 @@ class _Mapped:
 def open_torch(path: Path, key: str = "") -> Opened:
     """The tensors of a torch checkpoint, read when they are measured, and the states of optimizers in it."""
     mapped = _Mapped(path)
-    found = state_in(mapped.content, what=repr(path.name), key=key)
+    try:
+        found = state_in(mapped.content, what=repr(path.name), key=key)
+    except InvalidArgumentError as error:
+        raw = [] if key else optimizers_in(mapped.content, mapped.stored)
+        if not raw:
+            raise
+        return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
     at = tuple(found.key.split(".")) if found.key else ()
     opened = open_state(found, lambda name: mapped.read((*at, name)))
     if classes := sorted(_classes_in(mapped.content)):
@@ -109,8 +115,8 @@ def state_of_torch(path: Path) -> tuple[Found, Any]:
 
 
 def _check_stored(value: Any) -> None:
-    """Refuse a tensor with more entries than its storage: a kilobyte can claim terabytes by a stride of 0."""
-    if isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > stored_entries(value):
+    """Refuse a tensor with far more entries than its storage, by a stride of 0."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and is_blown_up(value):
         raise ValueError(f"a tensor has {value.numel():,} entries, of which {stored_entries(value):,} are stored")
 
 

@@ -6,6 +6,7 @@ parts, or whose configuration, it does not understand is refused with the reason
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -141,6 +142,8 @@ _HARMLESS = {
     *("lora_ga_config", "qalora_group_size", "megatron_core", "megatron_config", "velora_config"),
     *("tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step"),
 }
+_IN_HEADER = "lora_adapter_metadata"  # diffusers' key of the configuration in a header, which is JSON
+_LARGEST_HEADER = 1 << 20  # characters of it
 _PATTERNS, _PATH = 300, 200  # characters of a pattern, and of a path that is held against it
 _QUANTIFIERS: Final = 3  # without an upper end in a pattern: with more, a match could take for ever
 
@@ -152,8 +155,8 @@ class AdapterConfig(Mapping[str, Any]):
         refusal: why no adapter of the file is computed; empty if all its keys are understood.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+    def __init__(self, given: Mapping[str, Any], parts: Mapping[str, AdapterConfig] | None = None) -> None:
+        self._given, self._parts = given, parts or {}
         self._patterns: dict[str, list[tuple[re.Pattern[str], float]]] = {}
         kind = given.get("peft_type", "LORA")
         known = _UNDERSTOOD | _HARMLESS
@@ -173,6 +176,20 @@ class AdapterConfig(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._given)
 
+    @classmethod
+    def of_header(cls, header: Mapping[str, Any]) -> AdapterConfig:
+        """The configuration in the header of a file: one for each model of a pipeline, its name before each key."""
+        parts: dict[str, dict[str, Any]] = {}
+        for name, value in header.items():
+            model, _, key = name.rpartition(".")
+            parts.setdefault(model, {})[key] = value
+        return cls({}, {model: cls(given) for model, given in parts.items()})
+
+    def of(self, path: str) -> AdapterConfig:
+        """The configuration of a layer's adapter."""
+        held = [model for model in self._parts if f"{path}.".startswith(f"{model}.") or not model]
+        return self._parts[max(held, key=len)] if held else self
+
     def number(self, key: str) -> float | None:
         """A finite number, or None for anything else."""
         return _finite(self.get(key))
@@ -187,6 +204,29 @@ class AdapterConfig(Mapping[str, Any]):
             self._patterns[key] = list(_compiled(key, self.get(key) or {}))
         found = (value for pattern, value in self._patterns[key] if pattern.fullmatch(path))
         return next(found, None) if len(path) <= _PATH else None
+
+
+def stated_in_header(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The configuration of adapters in the header of their file, as diffusers writes it, or `lora_alpha` and `r` alone.
+
+    Example:
+        >>> from gonio.measuring.reading.adapters import stated_in_header
+        >>> stated_in_header({"format": "pt", "transformer.lora_alpha": "8", "transformer.r": "4"})
+        {'transformer.lora_alpha': 8, 'transformer.r': 4}
+    """
+    found: dict[str, Any] = {}
+    for name, text in metadata.items():
+        if len(text) > _LARGEST_HEADER or not (name == _IN_HEADER or name.rpartition(".")[2] in ("lora_alpha", "r")):
+            continue
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if name != _IN_HEADER:
+            found[name] = value
+        elif isinstance(value, dict):
+            found |= value
+    return found
 
 
 def _compiled(key: str, given: Any) -> Iterator[tuple[re.Pattern[str], float]]:
@@ -292,7 +332,12 @@ def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> li
                 if what in shared.parts:
                     group.parts.setdefault(what, shared.parts[what])
                     group.keys.setdefault(what, shared.keys[what])
-    return [found for group in groups.values() for read in _readers() for found in read(group, config, stored)]
+    return [
+        found
+        for group in groups.values()
+        for read in _readers()
+        for found in read(group, config.of(group.path), stored)
+    ]
 
 
 def _modern(key: str) -> str:

@@ -10,9 +10,11 @@ from itertools import product
 from pkgutil import iter_modules
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gonio.measuring.reading.entry import StoredTensor
+from gonio.measuring.reading.entry import EIGHT_BITS, StoredTensor, dtype_named
+from gonio.messages import Message, say
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,52 @@ def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mappi
         if (found := known.read(name, tensors, config)) is not None:
             refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
             made.append(refused if refusal and known.quantised else found)
+    for name in _bare(suspects, stored, made):
+        floats = computed(_plain_floats, stored[name], shape=stored[name].shape)
+        made.append(StoredWeight(name, (name,), floats, EIGHT_BITS, kind=BARE))
     return sorted(made, key=lambda weight: weight.stored is not None)
+
+
+# --- without a scale --------------------------------------------------------------------------------------------------
+
+BARE = "unscaled"  # the kind of an 8-bit weight that lacks the scale that others have
+_SCALED_UP = 0.5  # of the largest number of a dtype: weights without a scale are far below it
+
+
+def _bare(suspects: Iterable[str], stored: StoredTensors, weights: Iterable[StoredWeight]) -> list[str]:
+    """The 8-bit floats without a scale, of a dtype of which other weights of the file have one."""
+    weights = list(weights)
+    used = {part for weight in weights for part in weight.parts}
+    scaled = {stored[weight.parts[0]].dtype for weight in weights if len(weight.parts) > 1}
+    return [
+        name
+        for name in suspects
+        if name not in used and stored[name].dtype.startswith("float8") and stored[name].dtype in scaled
+    ]
+
+
+def lost_scale(dtype: str, largest: float) -> Message | None:
+    """What is wrong with an 8-bit weight of this dtype without a scale; None if it may be a plain one.
+
+    A scale moves the largest value of a weight, or of each block, to the end of the dtype's range.
+
+    Example:
+        >>> from gonio.measuring.reading.formats import lost_scale
+        >>> lost_scale("float8_e4m3fn", 448.0), lost_scale("float8_e4m3fn", 0.25)
+        ('float8_e4m3fn up to 448, without the scale that other weights of the file have', None)
+    """
+    known = dtype_named(dtype)
+    if known is None or not largest >= _SCALED_UP * torch.finfo(known).max:
+        return None
+    what = {"dtype": dtype, "largest": largest}
+    return say("{dtype} up to {largest:g}, without the scale that other weights of the file have", **what)
+
+
+def _plain_floats(weight: StoredTensor) -> Tensor:
+    values = weight.load().float()
+    if values.numel() and (lost := lost_scale(weight.dtype, float(values.abs().max()))):
+        raise ValueError(lost)
+    return values
 
 
 def present(stored: StoredTensors, *names: str) -> dict[str, StoredTensor] | None:

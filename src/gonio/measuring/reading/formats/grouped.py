@@ -25,7 +25,8 @@ def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> Stor
         bits = about.get("bits") if groups is None else _bits(32 * codes[0], groups.entries)
         bits = bits if isinstance(bits, int) and bits in _BITS else 0
         inputs, read = (32 * codes[0] // bits if bits else 0), _gptq_values
-        said = "GPTQ" if "checkpoint_format" in about else "GPTQ, its zero points stored less one"
+        told = "checkpoint_format" in about or about.get("sym") is True
+        said = "GPTQ" if told else "GPTQ, its zero points stored less one"
         parts |= {} if groups is None else {f"{path}g_idx": groups}
         if groups is None and about.get("desc_act"):
             return StoredWeight(f"{path}weight", tuple(parts), None, "the order of its groups (g_idx) is not stored")
@@ -45,7 +46,8 @@ def _bits(stored: int, numbers: int) -> int | None:
 def _gptq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> Tensor:
     """(code − zero) · scale of its group, codes packed along the inputs; as (outputs, inputs).
 
-    The first version of the format stores zero − 1, and readers add 1; the second one, `gptq_v2`, stores zero.
+    The first version of the format stores zero − 1, and readers add 1; the second one, `gptq_v2`, stores zero. Some
+    tools write the second and name the first. The zero point of symmetric codes is known, so that their values tell.
 
     References:
         [1] E. Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained
@@ -53,8 +55,11 @@ def _gptq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> T
     """
     codes = unpacked(parts["qweight"].load().mT, bits)  # (outputs, inputs)
     zeros = unpacked(parts["qzeros"].load(), bits).mT.float()  # (outputs, groups)
-    if about.get("checkpoint_format") != "gptq_v2":
-        zeros = zeros + 1
+    middle, less_one = 2 ** (bits - 1), about.get("checkpoint_format") != "gptq_v2"
+    if about.get("sym") is True and (zeros[0, 0] in (middle - 1, middle)) and (zeros == zeros[0, 0]).all():
+        less_one = bool(zeros[0, 0] == middle - 1)
+    if less_one:
+        zeros = (zeros + 1) % 2**bits  # a zero point of 0 is stored as the largest code
     scales = parts["scales"].load().mT.float()
     group = parts["g_idx"].load().long() if "g_idx" in parts else _in_turn(codes.shape[1], scales.shape[1])
     return (codes - zeros[:, group]).mul_(scales[:, group])

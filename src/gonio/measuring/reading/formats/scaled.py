@@ -2,8 +2,8 @@
 
 And MXFP4: two 4-bit floats per byte, and a power of 2 for every 32 of them.
 
-The keys of scales are registered here. An 8-bit weight beside a tensor that may be its scale, and whose key is not
-registered, is refused: without its scale it would be measured at the wrong size.
+The keys of scales and of zero points are registered here. An 8-bit weight beside a tensor that may be its scale or its
+zero point, and whose key is not registered, is refused: without them it would be measured at the wrong size.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed
+from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
 from gonio.measuring.reading.formats.bitsandbytes import halves
 
 BLOCK = 128  # rows and columns of a block where neither the shapes nor the configuration tell
 LARGEST_BLOCK = 1 << 20
 SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
+ZEROS = ("{n}_zero_point", "{n}.zero_point", "{p}zero_point")
 # Scales of activations, beside those of weights.
 ACTIVATIONS = ("input_scale", "scale_input", "input_scale_ub", "output_scale", "scale_output", "act_scale")
 
 
-def _scaled(name: str, stored: StoredTensors, config: Mapping[str, Any]) -> StoredWeight | None:
+def _scaled(name: str, stored: FileTensors, config: Mapping[str, Any]) -> StoredWeight | None:
     weight = stored[name]
     if len(weight.shape) < 2:
         return None
@@ -36,12 +37,35 @@ def _scaled(name: str, stored: StoredTensors, config: Mapping[str, Any]) -> Stor
     fitting = [key for key in known if _blocks(weight.shape, stored[key], config) is not None]
     if len(fitting) == 1 and len(known) == 1:
         key = fitting[0]
-        made = computed(_values, weight, stored[key], _blocks(weight.shape, stored[key], config), shape=weight.shape)
-        return StoredWeight(name, (name, key), made, f"dequantised from {weight.dtype} and its scale")
+        zero, unknown = _zero_point(path, name, key, [z.format(n=name, p=path) for z in ZEROS], stored)
+        if unknown:
+            return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {unknown} shifts it is not known")
+        blocks = _blocks(weight.shape, stored[key], config)
+        made = computed(_values, weight, stored[key], stored.get(zero), blocks, shape=weight.shape)
+        said = f"dequantised from {weight.dtype} and its scale{' and zero point' if zero else ''}"
+        return StoredWeight(name, (name, key, *([zero] if zero else [])), made, said)
     beside = known or [key for key, part in stored.items() if _may_scale(key, path, name, part, weight, config)]
     if not beside:
         return None
     return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {beside[0]} scales it is not known")
+
+
+def _zero_point(path: str, name: str, scale: str, registered: list[str], stored: FileTensors) -> tuple[str, str]:
+    """The key of the zero points, and that of a tensor which may be some; each is empty where there is none.
+
+    Zero points have the shape of the scales. With one scale only the registered keys are taken for one.
+    """
+    layer = [f"{path}{last}" for last in stored.layers.get(path.removesuffix("."), {})]
+    shape, one = stored[scale].shape, stored[scale].entries == 1
+    beside = [key for key in (*layer, f"{name}.zero_point") if key in stored and key not in (name, scale)]
+    known = [key for key in beside if key in registered]
+    if known:
+        zero = stored[known[0]]
+        fits = len(known) == 1 and (zero.shape == shape or (one and zero.entries == 1))
+        return (known[0], "") if fits else ("", known[0])
+    others = [key for key in beside if stored[key].shape == shape and not one]
+    others = [key for key in others if key.rpartition(".")[2] not in ("bias", *ACTIVATIONS)]
+    return "", others[0] if others else ""
 
 
 def _may_scale(
@@ -86,14 +110,16 @@ def _blocks(shape: tuple[int, ...], scale: StoredTensor, config: Mapping[str, An
     return tuple(made)
 
 
-def _values(weight: StoredTensor, scale: StoredTensor, blocks: tuple[int, ...]) -> Tensor:
-    """code · scale of its block.
+def _values(weight: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, blocks: tuple[int, ...]) -> Tensor:
+    """(code − zero) · scale of its block.
 
     References:
         [1] P. Micikevicius et al., "FP8 formats for deep learning", 2022, §3. arXiv 2209.05433. [2] Open Compute
         Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.2 (MXFP8).
     """
     numbers, factors = weight.load().float(), scale.load()
+    if zero is not None:
+        numbers.sub_(_spread(zero.load().float(), numbers.shape, blocks))
     factors = torch.exp2(factors.float() - 127) if factors.dtype == torch.uint8 else factors.float()
     if factors.numel() == 1:
         return numbers.mul_(factors.reshape(()))
@@ -107,6 +133,17 @@ def _values(weight: StoredTensor, scale: StoredTensor, blocks: tuple[int, ...]) 
     for i in range(factors.shape[-1]):
         numbers[..., i * size : (i + 1) * size].mul_(factors[..., i : i + 1])
     return numbers
+
+
+def _spread(part: Tensor, shape: tuple[int, ...], blocks: tuple[int, ...]) -> Tensor:
+    """Numbers of blocks at each of their entries."""
+    if part.numel() == 1:
+        return part.reshape(())
+    part = part.reshape(*part.shape, *[1] * (len(shape) - part.ndim))
+    for axis, size in enumerate(blocks):
+        if part.shape[axis] > 1:
+            part = part.repeat_interleave(size, axis).narrow(axis, 0, shape[axis])
+    return part
 
 
 # --- MXFP4 ------------------------------------------------------------------------------------------------------------
