@@ -305,6 +305,32 @@ def test_a_group_with_other_weights_is_split_and_joined_again() -> None:
     assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [before]
 
 
+@pytest.mark.parametrize("options", [{}, {"norm": "filters", "magnitude": "learned"}])
+@pytest.mark.parametrize("groups", ["one group", "a group of weights"])
+def test_groups_that_a_state_dict_has_made_anew_are_joined_again(options: dict[str, Any], groups: str) -> None:
+    model, _ = two_layers()
+    weights, biases = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
+    given = [[*model.parameters()]] if groups == "one group" else [weights, biases]
+    optimizer = torch.optim.AdamW([{"params": each} for each in given], lr=0.01, weight_decay=0.3)
+    before = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    held = gonio.hold_(model, optimizer, **options)
+    drift(model, optimizer, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    held.undo_()
+    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == before
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3}
+    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+
+
+def test_the_decay_comes_back_where_the_rest_of_a_group_is_gone() -> None:
+    model, optimizer = two_layers(weight_decay=0.3)
+    held = gonio.hold_(model, optimizer)
+    del optimizer.param_groups[0]
+    held.undo_()
+    (group,) = optimizer.param_groups
+    assert (len(group["params"]), group["weight_decay"]) == (2, 0.3)
+
+
 def test_a_schedule_that_would_miss_a_group_is_refused() -> None:
     model, optimizer = two_layers(weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)

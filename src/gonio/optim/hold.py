@@ -419,7 +419,7 @@ def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[HeldWeight]
         if len(mine) < len(group["params"]):
             _new_group_(edit, optimizer, group, mine, weight_decay=0.0)
         else:
-            edit.on_undo(partial(group.__setitem__, "weight_decay", decay))
+            edit.on_undo(partial(_set_decay_, optimizer, mine, decay))
             group["weight_decay"] = 0.0
 
 
@@ -433,18 +433,35 @@ def _new_group_(
             "Call hold_ before the schedule is built, or give weights that decay and those that are held groups of "
             "their own.", action="hold weights of",
         )  # fmt: skip
-    before = dict(group)
+    before, alone = per_parameter(optimizer, group), {id(parameter) for parameter in parameters}
+    others = [parameter for parameter in before["params"] if id(parameter) not in alone]
+    shared = {name: group[name] for name in options if name in group}
 
     def restore() -> None:
-        optimizer.param_groups[:] = [each for each in optimizer.param_groups if each is not made]
-        group.update({name: before[name] for name in taken})
+        now, home = _present_group(optimizer, parameters), _present_group(optimizer, others)
+        if now is not None and home is None:  # it was removed since
+            now.update(shared)
+        elif now is not None and home is not None and now is not home:
+            optimizer.param_groups[:] = [each for each in optimizer.param_groups if each is not now]
+            home.update({name: list(values) for name, values in before.items()})
         for parameter in parameters:
             if not any(parameter is p for p in before["params"]):
                 optimizer.state.pop(parameter, None)
 
-    taken = per_parameter(optimizer, group)
-    made = {**group, **{name: [None] * len(parameters) for name in taken}}
+    made = {**group, **{name: [None] * len(parameters) for name in before}}
     edit.on_undo(restore)
     out = take_out_(optimizer, group, {id(p) for p in parameters})
     made.update(out if out["params"] else {"params": parameters}, **options)
     optimizer.param_groups.append(made)
+
+
+def _present_group(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any] | None:
+    """The present group of Parameters: `load_state_dict` of an optimizer makes new ones."""
+    wanted = {id(parameter) for parameter in parameters}
+    return next((each for each in optimizer.param_groups if any(id(p) in wanted for p in each["params"])), None)
+
+
+def _set_decay_(optimizer: Optimizer, parameters: Sequence[nn.Parameter], decay: Any) -> None:
+    group = _present_group(optimizer, parameters)
+    if group is not None:
+        group["weight_decay"] = decay
