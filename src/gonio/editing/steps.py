@@ -180,15 +180,14 @@ def expect_steps_(edit: Edit, optimizer: Any, weights: Mapping[str, Tensor]) -> 
     Args:
         weights: by label, those that the steps change, as the edit leaves them.
     """
-    steps, before = [0], {label: (weakref.ref(weight), _sum(weight)) for label, weight in weights.items()}
+    steps, before = [0], {label: (weight, _sum(weight)) for label, weight in weights.items()}
     verb, name = edit.verb, type(optimizer).__name__
 
     def count(_: Optimizer) -> None:
         steps[0] += 1
 
     def idle() -> str | None:
-        kept = ((label, ref(), was) for label, (ref, was) in before.items())
-        pairs = [(label, _sum(weight), was) for label, weight, was in kept if weight is not None]
+        pairs = [(label, _sum(weight), was) for label, (weight, was) in before.items()]
         changed = [label for label, now, was in pairs if now[:2] == was[:2] and now != was]  # not moved or cast
         if steps[0] or not changed:
             return None
@@ -293,11 +292,11 @@ def update_optimizer_(
     """
     if optimizer is None:
         known = {id(parameter) for parameter in edit.present}
-        added = {f"{path}.{name}".removeprefix("."): weakref.ref(p) for name, p in after.items() if id(p) not in known}
+        added = {f"{path}.{name}".removeprefix("."): p for name, p in after.items() if id(p) not in known}
         if added:
-            waiting = _Waiting(edit.verb, added, _trained(before), _trained(edit.present))
+            waiting = _Waiting(edit.verb)
             edit.on_undo(waiting.end)
-            _set_waiting(waiting)
+            edit.at_finish.append(partial(waiting.begin, added, before, edit.present))
         return
     held = parameter_ids(optimizer)
     used = {id(p) for p in edit.model.parameters()}
@@ -477,11 +476,24 @@ class _Waiting:
     """The parameters that an edit added to one layer, until an optimizer that has them takes a step."""
 
     verb: str
-    added: dict[str, weakref.ref[nn.Parameter]]  # by name
-    layer: list[weakref.ref[nn.Parameter]]  # the trained parameters that the layer had
-    model: list[weakref.ref[nn.Parameter]]  # and that the model had
+    added: dict[str, Ref] = field(default_factory=dict)  # by name
+    layer: list[Ref] = field(default_factory=list)  # the trained parameters that the layer had
+    model: list[Ref] = field(default_factory=list)  # and that the model had
     # optimizers that trained the layer without the added parameters once
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+
+    def begin(
+        self,
+        added: Mapping[str, nn.Parameter],
+        layer: Sequence[nn.Parameter],
+        model: Sequence[nn.Parameter],
+        refer: Refer,
+    ) -> None:
+        """Wait from now on."""
+        self.added = {name: refer(parameter) for name, parameter in added.items()}
+        self.layer = [refer(parameter) for parameter in layer if parameter.requires_grad]
+        self.model = [refer(parameter) for parameter in model if parameter.requires_grad]
+        _set_waiting(self)
 
     def observe(self, held: set[int]) -> None:
         """Drop the added parameters that an optimizer about to step holds, and those that no longer exist."""
@@ -512,11 +524,7 @@ _WAITING: list[_Waiting] = []
 _WAITS: list[Callable[[], None]] = []
 
 
-def _trained(parameters: Iterable[nn.Parameter]) -> list[weakref.ref[nn.Parameter]]:
-    return [weakref.ref(parameter) for parameter in parameters if parameter.requires_grad]
-
-
-def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: list[weakref.ref[nn.Parameter]]) -> bool:
+def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: list[Ref]) -> bool:
     """Whether an optimizer holds all, or any, of the parameters that still exist; False if none does."""
     there = [id(p) in held for ref in refs if (p := ref()) is not None]
     return bool(there) and quantifier(there)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.edit import Edit, follow_
+from gonio.editing.edit import Edit, Follower, follow_
 from gonio.editing.steps import KEPT_RADIUS, watch
-from gonio.errors import InvalidArgumentError, NormNotHeldError, NotApplicableError
+from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError
 from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
 
@@ -106,7 +106,7 @@ class Hold:
         self.complete = False  # once hold_ has changed everything
         self._given, self._real = weakref.ref(optimizer), [weakref.ref(each) for each in real]
         self._active: dict[int, HeldWeight] = {}
-        self._follows: dict[int, Callable[[], None]] = {}
+        self._follows: dict[int, Follower] = {}
         self._ends: list[Callable[[], None]] = []
         self._steps = 0  # that were observed
         self._loaded: dict[str, Tensor] = {}
@@ -144,7 +144,7 @@ class Hold:
         """End the hold of one weight, or of all."""
         for key, weight in list(self._active.items()):
             if parameter is None or weight.parameter is parameter:
-                self._follows.pop(key, _nothing)()
+                self._follows.pop(key, None)
                 self._active.pop(key, None)
         for optimizer in self._optimizers():
             for parameter, state in list(_states(optimizer).items()):
@@ -285,10 +285,6 @@ class Hold:
                         f"its norm changed, and no step() of the {type(optimizer).__name__} was observed",
                         "Train by step() of a torch.optim.Optimizer; a hold cannot act on other methods",
                     )
-
-
-def _nothing() -> None:
-    """In the place of a function that ends something."""
 
 
 def _states(optimizer: Optimizer) -> dict[Any, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -304,6 +305,18 @@ class Parametrized:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
         self._note_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As for any module. Torch moves no tensor to which there is a weak reference, as a parametrization has one."""
+        bound = [_parametrization(self, name) for name in self.parametrized_names]
+        trained = [parametrization.trained for parametrization in bound]
+        for parametrization in bound:
+            parametrization.bound_to = None
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for parametrization, raw in zip(bound, trained, strict=True):
+                parametrization.bound_to = None if raw is None else weakref.ref(raw)
 
     def _note_parameters(self) -> None:
         """Tell the parametrizations which Parameters they are bound to; others may have taken their place."""
