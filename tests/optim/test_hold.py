@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -449,6 +450,23 @@ def test_copies_of_the_model_are_free() -> None:
     drift(model, optimizer, 2)
     torch.testing.assert_close(twin.weight.detach().norm(dim=0), torch.full((4,), 2.0))
     assert not torch.allclose(model.weight.detach().norm(dim=0), torch.full((4,), 2.0))
+
+
+def test_a_copy_of_the_optimizer_is_free_and_says_so() -> None:
+    model, optimizer = two_layers()
+    held = gonio.hold_(model, optimizer)
+    drift(model, optimizer, 1)
+    other, twin = copy.deepcopy((model, optimizer))
+    with pytest.warns(gonio.errors.GonioWarning, match="this SGD has the norms that hold_ held, but nothing holds"):
+        drift(other, twin, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drift(other, twin, 1)  # said once
+        held.undo_()
+        drift(*copy.deepcopy((model, optimizer)), 1)  # the end of a hold takes the radii away
+        other, twin = copy.deepcopy((model, optimizer))
+        gonio.hold_(other, twin)
+        drift(other, twin, 1)
 
 
 def test_a_model_that_moves_is_followed() -> None:

@@ -94,7 +94,7 @@ def hold_(
     what happens around `optimizer.step()`. The radii are state of the optimizer, as tensors. Loaded weights are
     projected by the next step. An edit that overwrites a held weight (``fold_``, ``balance_``, ``init_``, ``lsuv_``)
     sets its radius to the new norm, and is refused where the radius was given as a number. A hold ends with its
-    optimizer.
+    optimizer; copies of the model and of the optimizer are free.
 
     Args:
         model: as it will be trained; edits and parametrizations first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,8 @@ class Hold:
                 self._active[key] = weight
                 _HOLDS[key] = self
                 self._follows[key] = follow_(weight.parameter, partial(_follow, weakref.ref(self), key))
+        if not _WATCHED:
+            _WATCHED.append(watch(None, before=_warn_of_a_copy))
         if not self._ends:
             given = self._given()
             for each in self._optimizers() if given is None else [given]:
@@ -314,6 +317,27 @@ def _follow(ref: weakref.ref[Hold], key: int, edit: Edit) -> None:
     edit.on_undo(partial(hold.set_radius, weight, weight.radius))
     hold.set_radius(weight, weight.vectors.norms(weight.parameter.detach()))
     edit.note(say("{weight} is held at its new norm from now on", weight=weight.label))
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+_WATCHED: list[Callable[[], None]] = []  # registered with the first hold, and stays
+_STEPPED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _warn_of_a_copy(optimizer: Optimizer) -> None:
+    """In the first step of an optimizer: warn if its state has radii of a hold, but no weight of it is held."""
+    if optimizer in _STEPPED:
+        return
+    _STEPPED.add(optimizer)
+    states = _states(optimizer)
+    kept = any(isinstance(state, dict) and KEPT_RADIUS in state for state in states.values())
+    if kept and not any(isinstance(each, Tensor) and step_of_hold(each) for each in states):
+        text = (
+            f"the state of this {type(optimizer).__name__} has the norms that hold_ held, but nothing holds them: "
+            "copies of an optimizer, and others that load its state, are free. Call hold_ with it, or ignore this."
+        )
+        warnings.warn(text, GonioWarning, stacklevel=2)
 
 
 # --- which hold is in force ---------------------------------------------------------------------------------------
