@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gonio.editing.edit import Edit
+from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
 from gonio.messages import counted, say
@@ -114,6 +115,27 @@ class _Watch:
     before: Act | None
     after: Act | None
     measures: bool
+
+
+class _Watches(list[_Watch]):
+    """The watches of one optimizer; a copy of the optimizer has none."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return (list, ())
+
+
+def _observed_step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of the `step` of a wrapper that torch does not report.
+
+    A method, because schedules of the learning rate take it apart, and because that of a copy steps the copy.
+    """
+    result = vars(wrapper)[_PLAIN_STEP](*args, **kwargs)
+    _after_step(wrapper)
+    return result
+
+
+_observed_step.__name__ = "step"  # by which a method is pickled: of the class, when it is loaded
+_PLAIN_STEP = "_gonio_plain_step"  # the attribute of a wrapper
 
 
 def watch(
@@ -221,17 +243,10 @@ def _observable(wrapper: Any) -> bool:
     known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
     if any(kind is not None and isinstance(wrapper, kind) for kind in known):
         return False
-    if not (isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)):
-        original = wrapper.step
-        if not hasattr(original, "_gonio_observed"):
-
-            def step(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                _after_step(wrapper)
-                return result
-
-            step._gonio_observed = True  # type: ignore[attr-defined]
-            wrapper.step = step
+    reported = isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)
+    if not reported and _PLAIN_STEP not in vars(wrapper):
+        vars(wrapper)[_PLAIN_STEP] = wrapper.step
+        wrapper.step = MethodType(_observed_step, wrapper)
     return True
 
 
@@ -243,8 +258,15 @@ def _set(optimizer: Any, watches: list[_Watch]) -> None:
     global _OF_ALL  # replaced, never changed: see the note
     if optimizer is None:
         _OF_ALL = watches
+    elif watches:
+        vars(optimizer)[_WATCHES] = _Watches(sorted(watches, key=lambda each: not each.measures))
     else:
-        vars(optimizer)[_WATCHES] = sorted(watches, key=lambda each: not each.measures)
+        vars(optimizer).pop(_WATCHES, None)
+        if getattr(vars(optimizer).get("step"), "__func__", None) is _observed_step:
+            del optimizer.step
+            plain = vars(optimizer).pop(_PLAIN_STEP)
+            if optimizer.step != plain:  # it had a `step` of its own
+                optimizer.step = plain
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
