@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
 
 from gonio.editing.edit import Edit
-from gonio.editing.twin import evaluating
+from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import require_model, sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import Message, say
@@ -372,7 +371,7 @@ class SameFunction:
             if moved.relative > max(allowed.get(x.dtype, otherwise) for x in before):
                 # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
                 wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
-                own = deviation(after, outputs(copy.deepcopy(self.model).double(), wide))
+                own = deviation(after, outputs(copy_of(self.model).double(), wide))
                 if moved.relative > _ROUNDINGS * own.relative:
                     raise self._refusal(edit, action, say("the outputs changed: {moved}", moved=moved._said))
                 r = own.relative
