@@ -211,14 +211,14 @@ class Hold:
         """Store the radius, once the optimizer has stored its own state: many make theirs only where there is none.
 
         One that stores none for a weight which it has changed, as SGD, gets a number for each of its other parameters
-        too, because torch.distributed.checkpoint loads state of all parameters or of none.
+        too, because torch.distributed.checkpoint loads state of all parameters that can be trained, or of none.
         """
         states = _states(optimizer)
         if not states.get(weight.parameter):
             if weight.parameter._version == weight.version:
                 return
             for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                if parameter.grad is not None and not states.get(parameter):
+                if parameter.requires_grad and not states.get(parameter):
                     states[parameter] = {KEPT_RADIUS: torch.zeros(())}
             states[weight.parameter] = {}
         states[weight.parameter][KEPT_RADIUS] = weight.radius
