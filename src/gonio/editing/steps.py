@@ -24,6 +24,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedPara
 from gonio.messages import counted, say
 
 Value = TypeVar("Value")
+Parameters = Sequence[nn.Parameter]
 KEPT_RADIUS = "gonio_radius"  # of a held weight (gonio.hold_), in the state of its optimizer
 
 # --- the optimizer in its wrappers ------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
         >>> real_optimizers(Wrapper(sgd), verb="demo_") == (sgd,)
         True
     """
-    found = [each for each in _with_inner(optimizer) if not _inner_optimizers(each)]
+    found = _innermost(optimizer)
     for each in found:
         if not isinstance(each, Optimizer) or not getattr(type(each).step, "hooked", False):
             raise InvalidArgumentError(
@@ -93,6 +94,10 @@ def _with_inner(optimizer: Any) -> list[Any]:
     return list(found.values())
 
 
+def _innermost(optimizer: Any) -> list[Any]:
+    return [each for each in _with_inner(optimizer) if not _inner_optimizers(each)]
+
+
 # --- the registry -----------------------------------------------------------------------------------------
 
 # Note [One registry of steps]
@@ -125,10 +130,7 @@ class _Watches(list[_Watch]):
 
 
 def _observed_step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of the `step` of a wrapper that torch does not report.
-
-    A method, because schedules of the learning rate take it apart, and because that of a copy steps the copy.
-    """
+    """In the place of a wrapper's `step` that torch does not report: a method, so that a copy of it steps the copy."""
     result = vars(wrapper)[_PLAIN_STEP](*args, **kwargs)
     _after_step(wrapper)
     return result
@@ -240,14 +242,18 @@ def _settle(settled: Act, real: Sequence[weakref.ref[Optimizer]], _: Optimizer) 
 
 def _observable(wrapper: Any) -> bool:
     """Whether the end of a wrapper's step is to be observed; makes a step observable that torch does not report."""
-    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
-    if any(kind is not None and isinstance(wrapper, kind) for kind in known):
+    if _is_transparent(wrapper):
         return False
     reported = isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)
     if not reported and _PLAIN_STEP not in vars(wrapper):
         vars(wrapper)[_PLAIN_STEP] = wrapper.step
         wrapper.step = MethodType(_observed_step, wrapper)
     return True
+
+
+def _is_transparent(wrapper: Any) -> bool:
+    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
+    return any(kind is not None and isinstance(wrapper, kind) for kind in known)
 
 
 def _get(optimizer: Any) -> list[_Watch]:
@@ -300,11 +306,7 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str) ->
 
 
 def update_optimizer_(
-    edit: Edit,
-    path: str,
-    optimizer: Optimizer | None,
-    before: Sequence[nn.Parameter],
-    after: Mapping[str, nn.Parameter],
+    edit: Edit, path: str, optimizer: Optimizer | None, before: Parameters, after: Mapping[str, nn.Parameter]
 ) -> None:
     """Give a layer's new parameters to the given optimizer; without one, guard against a step that omits them.
 
@@ -327,15 +329,28 @@ def update_optimizer_(
     trained = any(id(p) in held for p in before) or any(p.requires_grad for p in new)
     if not (new or gone) or not trained:  # the same parameters, or a frozen layer
         return
-    group = _group_of(optimizer, before, used)
-    edit.on_undo(_restorer(optimizer))
-    for each in optimizer.param_groups:
-        take_out_(optimizer, each, gone)
-    for parameter in before:
-        if id(parameter) in gone:
-            optimizer.state.pop(parameter, None)
-    for name, values in per_parameter(optimizer, group).items():
+    home, group = _group_of(optimizer, before, used)
+    for each in _innermost(optimizer):
+        refuse_kept_list(each, edit.verb)
+        edit.on_undo(_restorer(each))
+        for other in each.param_groups:
+            take_out_(each, other, gone)
+        for parameter in before:
+            if id(parameter) in gone:
+                each.state.pop(parameter, None)
+    for name, values in per_parameter(home, group).items():
         group[name] = [*values, *(new if name == "params" else [None] * len(new))]
+
+
+def refuse_kept_list(optimizer: Optimizer, verb: str) -> None:
+    """Raise for an optimizer that reads a list of its Parameters which it made when it was built, such as LBFGS."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    if any(value is each for value in vars(optimizer).values() for each in lists):
+        raise InvalidArgumentError(
+            f"{verb} needs an optimizer that reads its parameter groups in each step, because parameters come or go",
+            f"{type(optimizer).__name__}, which keeps a list of the parameters from when it was built",
+            "Build it after this edit, or use another one.",
+        )
 
 
 def per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -364,12 +379,13 @@ def note_added(edit: Edit) -> None:
         edit.note(say("{new}: build the optimizer after this edit, or pass optimizer=", new=new))
 
 
-def _group_of(optimizer: Optimizer, layer: Sequence[nn.Parameter], model: set[int]) -> dict[str, Any]:
-    """The group of the layer's parameters; of any of the model's for a layer that had none."""
+def _group_of(optimizer: Any, layer: Sequence[nn.Parameter], model: set[int]) -> tuple[Optimizer, dict[str, Any]]:
+    """The group of the layer's parameters, and its optimizer; of any of the model's for a layer that had none."""
     wanted = {id(p) for p in layer} or model
-    for group in optimizer.param_groups:
-        if any(id(p) in wanted for p in group["params"]):
-            return group
+    for each in _innermost(optimizer):
+        for group in each.param_groups:
+            if any(id(p) in wanted for p in group["params"]):
+                return each, group
     raise _holds_none()
 
 
@@ -464,6 +480,11 @@ def move_state_(edit: Edit, optimizer: Optimizer, path: str, parameter: nn.Param
     squared gradients by s², one in units of the parameter multiplied by s; one without a unit stays. Optimizers
     of other types may have scalar state only, unless their class says the powers in `state_powers`; other state raises.
     """
+    while _is_transparent(optimizer):
+        (optimizer,) = _inner_optimizers(optimizer)
+    refuse = partial(NotApplicableError, "balance_", path, action="balance")
+    if not hasattr(optimizer, "state"):
+        raise refuse(f"what {_a(type(optimizer).__name__)} stores of it is unknown", "Balance before it is built.")
     powers = of_kind(optimizer, _POWERS) or getattr(type(optimizer), "state_powers", {})
     for name, value in optimizer.state.get(parameter, {}).items():
         single = isinstance(value, Tensor) and value.numel() == 1 and parameter.numel() != 1
@@ -471,10 +492,17 @@ def move_state_(edit: Edit, optimizer: Optimizer, path: str, parameter: nn.Param
             continue
         if name not in powers or value.shape != parameter.shape:
             why = f"the unit of {name!r} in the state of {type(optimizer).__name__} is unknown"
-            do = "Balance before the optimizer takes its first step."
-            raise NotApplicableError("balance_", path, why, do, action="balance")
+            raise refuse(why, "Balance before the optimizer takes its first step.")
         if powers[name]:
-            edit.set_data_(value, (value.double() / s.pow(powers[name])).to(value.dtype))
+            edit.on_undo(partial(_set_state_, optimizer, parameter, name, value.clone()))
+            edit.overwrite_(value, (value.double() / s.pow(powers[name])).to(value.dtype))
+
+
+def _set_state_(optimizer: Optimizer, parameter: nn.Parameter, name: str, before: Tensor) -> None:
+    """Overwrite the present tensor of the state: `load_state_dict` of an optimizer makes new ones."""
+    now = optimizer.state.get(parameter, {}).get(name)
+    if isinstance(now, Tensor) and now.shape == before.shape:
+        Edit.overwrite_(now, before)
 
 
 # --- parameters that no optimizer has yet -------------------------------------------------------------
@@ -504,13 +532,7 @@ class _Waiting:
     # optimizers that trained the layer without the added parameters once
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
 
-    def begin(
-        self,
-        added: Mapping[str, nn.Parameter],
-        layer: Sequence[nn.Parameter],
-        model: Sequence[nn.Parameter],
-        refer: Refer,
-    ) -> None:
+    def begin(self, added: Mapping[str, nn.Parameter], layer: Parameters, model: Parameters, refer: Refer) -> None:
         """Wait from now on."""
         self.added = {name: refer(parameter) for name, parameter in added.items()}
         self.layer = [refer(parameter) for parameter in layer if parameter.requires_grad]

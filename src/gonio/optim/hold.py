@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, per_parameter, real_optimizers, take_out_
+from gonio.editing.steps import (
+    check_optimizer,
+    expect_steps_,
+    parameter_ids,
+    per_parameter,
+    real_optimizers,
+    refuse_kept_list,
+    take_out_,
+)
 from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
@@ -427,6 +435,7 @@ def _new_group_(
     edit: Edit, optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter], **options: Any
 ) -> None:
     """Give parameters a group with the options of another one, out of which they are taken if they are in it."""
+    refuse_kept_list(optimizer, edit.verb)
     if "initial_lr" in group:
         raise NotApplicableError(
             "hold_", "", "the optimizer has a schedule, which does not know the parameter group that this adds",
