@@ -367,6 +367,16 @@ def test_tied_weights_are_held_once() -> None:
     assert [change.path for change in held.changes] == ["head"]
 
 
+@pytest.mark.parametrize("options", [{}, {"norm": "filters", "magnitude": "learned"}])
+def test_quantised_weights_are_left_out(options: dict[str, Any]) -> None:
+    """As in layers that derive from nn.Linear and store integers, in an optimizer that was given all parameters."""
+    model, _ = two_layers()
+    model[1].weight = nn.Parameter(model[1].weight.detach().mul(100).to(torch.int8), requires_grad=False)
+    held = gonio.hold_(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert [change.path for change in held.changes] == ["0"]
+    assert "1 stays: its weight is quantised to int8" in held.notes
+
+
 def test_weights_of_zeros_are_refused() -> None:
     layer = nn.Linear(4, 3)
     with torch.no_grad():

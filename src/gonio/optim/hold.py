@@ -25,6 +25,7 @@ from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
+from gonio.geometry.views import why_not_dense
 from gonio.messages import say
 from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
@@ -300,6 +301,8 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
                 why = "its weight is computed from other parameters"
             elif own.is_complex():
                 why = "its weight is complex, and gonio holds real ones"
+            elif (stored := why_not_dense(own)) is not None:
+                why = stored
             elif id(own) not in trained:
                 why = "its weight is not in the optimizer"
             elif Vectors(ref.layout, own.ndim, norm).length(own) == 1:
