@@ -290,13 +290,16 @@ def call(model: nn.Module, example: Any) -> Any:
 def moved_to(example: Any, device: torch.device) -> Any:
     """The example with its tensors on a device: those in tuples, lists and mappings too.
 
+    Outside of inference mode, its tensors are copied, because no gradient can pass through them.
+
     Example:
         >>> from gonio.surgery.equivalent import moved_to
         >>> moved_to({"x": torch.ones(1), "n": [2]}, torch.device("cpu"))
         {'x': tensor([1.]), 'n': [2]}
     """
     if isinstance(example, Tensor):
-        return example.to(device)
+        moved = example.to(device)
+        return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
     if isinstance(example, Mapping):
         return {key: moved_to(value, device) for key, value in example.items()}
     if type(example) in (list, tuple):
