@@ -89,6 +89,17 @@ def test_a_parametrization_knows_its_parameter() -> None:
     assert found.trained is model[0]._parameters["weight"]
 
 
+def test_a_move_is_no_step_of_a_spectral_norm() -> None:
+    model = network().double()
+    gonio.parametrize_(model, P.SpectralNorm(), where=nn.Linear)
+    train_(model, sgd(model))
+    _ = model[0].weight  # advances the vectors
+    before = model[0].weight_parametrization.v.clone()
+    model._apply(torch.clone)  # as `to()` does
+    _ = model[0].weight
+    assert torch.equal(model[0].weight_parametrization.v, before)
+
+
 def test_added_parameters_are_still_missed() -> None:
     model = network()
     optimizer = sgd(model)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -308,15 +307,13 @@ class Parametrized:
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As for any module. Torch moves no tensor to which there is a weak reference, as a parametrization has one."""
-        bound = [_parametrization(self, name) for name in self.parametrized_names]
-        trained = [parametrization.trained for parametrization in bound]
-        for parametrization in bound:
-            parametrization.bound_to = None
+        trained = {name: _parametrization(self, name).release() for name in self.parametrized_names}
         try:
             return super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
-            for parametrization, raw in zip(bound, trained, strict=True):
-                parametrization.bound_to = None if raw is None else weakref.ref(raw)
+            for name, raw in trained.items():
+                if raw is not None and self._parameters.get(name) is raw:
+                    _parametrization(self, name).track(raw)
 
     def _note_parameters(self) -> None:
         """Tell the parametrizations which Parameters they are bound to; others may have taken their place."""
