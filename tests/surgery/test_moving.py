@@ -93,10 +93,11 @@ def test_a_move_is_no_step_of_a_spectral_norm() -> None:
     model = network().double()
     gonio.parametrize_(model, P.SpectralNorm(), where=nn.Linear)
     train_(model, sgd(model))
-    _ = model[0].weight  # advances the vectors
-    before = model[0].weight_parametrization.v.clone()
-    model._apply(torch.clone)  # as `to()` does
-    _ = model[0].weight
+    with torch.no_grad():  # torch moves no tensor of a graph
+        assert model[0].weight is not None  # read after a step: the vectors advance
+        before = model[0].weight_parametrization.v.clone()
+        model._apply(torch.clone)  # as `to()` does
+        assert model[0].weight is not None
     assert torch.equal(model[0].weight_parametrization.v, before)
 
 
