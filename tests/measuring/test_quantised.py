@@ -64,6 +64,8 @@ def test_torch_s_quantised_layers_and_their_state_dicts_are_dequantised(tmp_path
             assert any("dequantised" in note for note in found[path].notes)
     dynamic = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(12, 8)), {nn.Linear}, dtype=torch.qint8)
     assert measure(dynamic)["0"].status == "measured"
+    mixed = measure(nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), dynamic), batch=torch.randn(3, 6))
+    assert [(signal.path, signal.gradient_rms) for signal in mixed.signals] == [("0", None), ("1", None)]
 
 
 HOSTILE: dict[str, Callable[[dict[str, Tensor]], object]] = {

@@ -213,6 +213,23 @@ def test_torchs_attention_with_masks(masked: str, need_weights: bool) -> None:
     torch.testing.assert_close(clip.largest()[""].double(), logits.amax((0, 2, 3)).detach(), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_fused_kernels_in_other_dtypes(dtype: torch.dtype) -> None:
+    """The bound by norms, which is computed before the logits, in at least float32."""
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=dtype)
+    optimizer, x = still(layer), X.to(dtype)
+    clip = gonio.clip_qk_(layer, optimizer, limit=1e-3, example=(x, x, x))
+    layer(x, x, x, need_weights=False)
+    weight, bias = layer.in_proj_weight.double(), layer.in_proj_bias.double()
+    q, k, _ = (x.double() @ weight.T + bias).unflatten(-1, (3, HEADS, SIZE)).permute(2, 0, 3, 1, 4)
+    expected = (q @ k.mT / SIZE**0.5).amax((0, 2, 3)).detach()
+    optimizer.step()
+    torch.testing.assert_close(
+        clip.largest()[""].double(), expected, rtol=1e-5 if dtype == torch.float64 else 0.05, atol=0
+    )
+
+
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["Llama", *_slow("GPT-2", "ViT", "Phi-3", "DeepSeek V3", "BERT")])
 def test_models_of_transformers_reach_the_limit(name: str, kind: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -305,6 +306,32 @@ def test_a_group_with_other_weights_is_split_and_joined_again() -> None:
     assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [before]
 
 
+@pytest.mark.parametrize("options", [{}, {"norm": "filters", "magnitude": "learned"}])
+@pytest.mark.parametrize("groups", ["one group", "a group of weights"])
+def test_groups_that_a_state_dict_has_made_anew_are_joined_again(options: dict[str, Any], groups: str) -> None:
+    model, _ = two_layers()
+    weights, biases = [model[0].weight, model[1].weight], [model[0].bias, model[1].bias]
+    given = [[*model.parameters()]] if groups == "one group" else [weights, biases]
+    optimizer = torch.optim.AdamW([{"params": each} for each in given], lr=0.01, weight_decay=0.3)
+    before = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    held = gonio.hold_(model, optimizer, **options)
+    drift(model, optimizer, 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    held.undo_()
+    assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == before
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.3}
+    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+
+
+def test_the_decay_comes_back_where_the_rest_of_a_group_is_gone() -> None:
+    model, optimizer = two_layers(weight_decay=0.3)
+    held = gonio.hold_(model, optimizer)
+    del optimizer.param_groups[0]
+    held.undo_()
+    (group,) = optimizer.param_groups
+    assert (len(group["params"]), group["weight_decay"]) == (2, 0.3)
+
+
 def test_a_schedule_that_would_miss_a_group_is_refused() -> None:
     model, optimizer = two_layers(weight_decay=0.3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -338,6 +365,16 @@ def test_tied_weights_are_held_once() -> None:
     model["head"].weight = model["table"].weight
     held = gonio.hold_(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert [change.path for change in held.changes] == ["head"]
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "filters", "magnitude": "learned"}])
+def test_quantised_weights_are_left_out(options: dict[str, Any]) -> None:
+    """As in layers that derive from nn.Linear and store integers, in an optimizer that was given all parameters."""
+    model, _ = two_layers()
+    model[1].weight = nn.Parameter(model[1].weight.detach().mul(100).to(torch.int8), requires_grad=False)
+    held = gonio.hold_(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert [change.path for change in held.changes] == ["0"]
+    assert "1 stays: its weight is quantised to int8" in held.notes
 
 
 def test_weights_of_zeros_are_refused() -> None:
@@ -423,6 +460,23 @@ def test_copies_of_the_model_are_free() -> None:
     drift(model, optimizer, 2)
     torch.testing.assert_close(twin.weight.detach().norm(dim=0), torch.full((4,), 2.0))
     assert not torch.allclose(model.weight.detach().norm(dim=0), torch.full((4,), 2.0))
+
+
+def test_a_copy_of_the_optimizer_is_free_and_says_so() -> None:
+    model, optimizer = two_layers()
+    held = gonio.hold_(model, optimizer)
+    drift(model, optimizer, 1)
+    other, twin = copy.deepcopy((model, optimizer))
+    with pytest.warns(gonio.errors.GonioWarning, match="this SGD has the norms that hold_ held, but nothing holds"):
+        drift(other, twin, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drift(other, twin, 1)  # said once
+        held.undo_()
+        drift(*copy.deepcopy((model, optimizer)), 1)  # the end of a hold takes the radii away
+        other, twin = copy.deepcopy((model, optimizer))
+        gonio.hold_(other, twin)
+        drift(other, twin, 1)
 
 
 def test_a_model_that_moves_is_followed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -199,3 +200,15 @@ def test_errors() -> None:
         Muon([nn.Parameter(torch.ones(3, 3))], lr=-1)
     with pytest.raises(InvalidArgumentError, match=r"adjust_lr_fn=\) is one of original, match_rms_adamw; found 'x'"):
         Muon([nn.Parameter(torch.ones(3, 3))], adjust_lr_fn="x")
+
+
+def test_sparse_gradients_are_refused_before_anything_is_changed() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(10, 4, sparse=True), "layer": nn.Linear(4, 3)})
+    optimizer = Muon(gonio.param_groups(model, matrices=True), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    model["layer"](model["table"](torch.tensor([1, 2]))).sum().backward()
+    with pytest.raises(
+        InvalidArgumentError, match=r"Muon takes dense gradients; found one of torch.sparse_coo .* \(10,"
+    ):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -403,6 +403,25 @@ def test_a_training_resumes_to_the_last_bit(kind: str, way: str) -> None:
         assert torch.equal(target[0].state_dict()[name], value), name
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of a save by one process
+def test_a_parameter_that_never_runs_hinders_no_resume() -> None:
+    """SGD without momentum stores nothing, and resumes; with radii torch asks for state of every parameter."""
+    pairs = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"used": nn.Linear(4, 3, bias=False), "idle": nn.Linear(4, 3)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gonio.hold_(model, optimizer, where="used")
+        pairs.append((model, optimizer))
+    (model, optimizer), (other, twin) = pairs
+    model["used"](torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    through_dcp((model, optimizer), (other, twin))
+    radius = twin.state[other["used"].weight]["gonio_radius"]
+    assert torch.equal(radius, optimizer.state[model["used"].weight]["gonio_radius"])
+
+
 @pytest.mark.parametrize("kind", ["Muon", "SGD", "AdamW"])
 @pytest.mark.parametrize("how", ["defaultdict", "clear", "deepcopy"])
 def test_a_reset_of_the_state_forgets_momenta_alone(kind: str, how: str) -> None:

@@ -325,6 +325,42 @@ def test_other_arguments_are_refused(options: dict[str, Any], message: str) -> N
         balance_(relu_chain(2), **options)
 
 
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"amsgrad": True}])
+def test_state_that_was_loaded_since_is_restored(options: dict[str, Any]) -> None:
+    """`load_state_dict` of an optimizer makes new tensors."""
+    model = relu_chain(3, 6, orders=3)
+    kind = torch.optim.SGD if "momentum" in options else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-6, **options)
+    for _ in range(3):
+        step(model, optimizer)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    edited = balance_(model, optimizer=optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    edited.undo_()
+    for key, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, before[key][name]) if isinstance(value, Tensor) else value is before[key][name]
+
+
+def test_wrappers_without_state_of_their_own() -> None:
+    model, other = relu_chain(3, 6, orders=3), relu_chain(3, 6, orders=3)
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=1e-6, momentum=0.9) for m in (model, other))
+    wrapped = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(optimizer)
+    step(model, optimizer)
+    step(other, plain)
+    balance_(model, optimizer=wrapped)
+    balance_(other, optimizer=plain)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], plain.state[q]["momentum_buffer"])
+
+    class Averaging:  # it may keep copies of the weights anywhere
+        def __init__(self) -> None:
+            self.inner, self.param_groups = optimizer, optimizer.param_groups
+
+    with pytest.raises(NotApplicableError, match="what an Averaging stores of it is unknown"):
+        balance_(model, optimizer=Averaging())  # type: ignore[arg-type]
+
+
 def test_state_of_unknown_unit_is_refused_and_nothing_changes() -> None:
     model = relu_chain(3, 6, orders=3)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-9)

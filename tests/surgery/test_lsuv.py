@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import foreign
 import gonio
 from catalog import VERBS, seeded
 from gonio import parametrizations as P
@@ -86,3 +87,22 @@ def test_weights_that_are_computed_are_left_and_named(kind: str) -> None:
 
 def test_a_tied_weight_is_scaled_once() -> None:
     assert "2  tied: scaled above" in str(lsuv_(tied(nn.ReLU()), seeded(64, 4)))
+
+
+def test_linear_layers_that_store_their_inputs_first_are_scaled() -> None:
+    """`Conv1D`, of which GPT-2 consists."""
+    transformers = foreign.transformers()
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 20}
+    model = transformers.GPT2Model(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    seen: dict[str, Tensor] = {}
+    edited = gonio.lsuv_(model, {"input_ids": torch.arange(16).view(2, 8)})
+    for change in edited.changes:
+        layer = model.get_submodule(change.path)
+        layer.register_forward_hook(lambda *args, path=change.path: seen.update({path: args[2].detach()}))
+    model(torch.arange(16).view(2, 8))
+    assert set(seen) == {"h.0.attn.c_attn", "h.0.attn.c_proj", "h.0.mlp.c_fc", "h.0.mlp.c_proj"}
+    assert all(float(y.std(correction=0)) == pytest.approx(1, abs=0.01) for y in seen.values())
+    weight = model.h[0].mlp.c_fc.weight.detach()  # 16 inputs, stored first, of 64 orthogonal filters: a scaled basis
+    gram = weight @ weight.T
+    assert torch.allclose(gram, gram[0, 0] * torch.eye(16), atol=1e-5 * float(gram[0, 0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import gonio
 from catalog import seeded
 from gonio import nn as gnn
 from gonio import parametrizations as P
-from gonio.errors import UntrainedParametersError
+from gonio.errors import InvalidArgumentError, UntrainedParametersError
 
 X = seeded(4, 3, 5, 5)
 EDITS = {
@@ -215,3 +216,45 @@ def test_an_optimizer_that_is_passed_follows_and_returns() -> None:
         edited.undo_()
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], group, strict=True))
     assert set(optimizer.state) == state
+
+
+class Wrapper:
+    """No Optimizer: it has neither state nor hooks of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_the_optimizer_in_a_wrapper_follows(name: str) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    backward(model)
+    optimizer.step()
+    before, state = list(model.parameters()), set(optimizer.state)
+    edited = EDITS[name](model, optimizer=Wrapper(optimizer))
+    backward(model)
+    assert {id(p) for p in added(model, before)} <= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert trains(optimizer)
+    edited.undo_()
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in before]
+    assert set(optimizer.state) == state
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_optimizer_that_keeps_its_list_of_parameters_is_refused(name: str) -> None:
+    """Added parameters would stand in its groups, and never be trained."""
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    before = list(model.parameters())
+    with pytest.raises(InvalidArgumentError, match=r"found LBFGS, which keeps a list .* Build it after this edit"):
+        EDITS[name](model, optimizer=optimizer)
+    assert [id(p) for p in model.parameters()] == [id(p) for p in before]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in before]
+    with pytest.raises(InvalidArgumentError, match="hold_ needs an optimizer that reads its parameter groups"):
+        gonio.hold_(model, optimizer, norm="filters", magnitude="learned", where="4")
+    gonio.hold_(model, optimizer, where="4")  # adds none

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
+import pickle
 import threading
 import warnings
 import weakref
@@ -168,6 +170,48 @@ def test_weights_are_held_in_every_wrapper(wrapper: str, step: str) -> None:
     assert watches(optimizer) == []
     train(model, optimizer, 3)
     assert float(model[0].weight.detach().norm()) != pytest.approx(float(norms[0]), rel=1e-5), "a negative control"
+
+
+@pytest.mark.parametrize("wrapper", ["Lookahead", "two in a dict"])
+def test_the_end_of_a_hold_leaves_nothing_on_a_wrapper(wrapper: str) -> None:
+    model = network()
+    optimizer = WRAPPERS[wrapper](model)
+    before = set(vars(optimizer))
+    held = gonio.hold_(model, optimizer)
+    second = watch(optimizer, settled=lambda _: None)
+    held.undo_()
+    second()
+    assert set(vars(optimizer)) == before
+    own, calls = optimizer.step, list[int]()
+    optimizer.step = lambda: (calls.append(1), own())[1]
+    gonio.hold_(model, optimizer).undo_()
+    train(model, optimizer, 1)
+    assert calls == [1], "a step that somebody else has set is called, and stays"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_of_a_wrapper_steps_itself(copied: Callable[[Any], Any]) -> None:
+    model = network()
+    optimizer = Plain(sgd(model))
+    gonio.hold_(model, optimizer)
+    other, twin = copied((model, optimizer))
+    here, there = model[0].weight.detach().clone(), other[0].weight.detach().clone()
+    train(other, twin, 1)
+    assert torch.equal(model[0].weight, here)
+    assert not torch.equal(other[0].weight, there)
+
+
+def test_a_schedule_takes_a_held_wrapper() -> None:
+    model = network()
+    optimizer = Lookahead(sgd(model))
+    norm = float(model[0].weight.detach().norm())
+    gonio.hold_(model, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    train(model, optimizer, 2)
+    schedule.step()
+    train(model, optimizer, 2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert float(model[0].weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import gonio
-from gonio.editing.twin import evaluating, set_tensors_, twin_of
+from gonio.editing.twin import copy_of, evaluating, set_tensors_, twin_of
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -218,3 +222,92 @@ def test_threads_that_measure_one_model_see_the_same() -> None:
         thread.join()
     assert [each.to_dict()["signals"] for each in found] == [expected] * 3
     assert not model[0].weight.requires_grad
+
+
+class Remembering(nn.Module):
+    """Stores what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen: dict[str, list[torch.Tensor]] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["outputs"] = [x * self.weight]
+        return self.seen["outputs"][0]
+
+
+def old_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [old_norm, lambda: prune.l1_unstructured(nn.Linear(3, 3), "weight", 2), Remembering],
+    ids=["old norm", "pruned", "remembering"],
+)
+def test_models_with_computed_attributes_are_copied_and_treated(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.ReLU(), nn.Linear(3, 2))
+    x = torch.randn(5, 3)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(model)
+    twin = copy_of(model)
+    assert torch.equal(twin(x), expected)
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+    twin(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+    assert torch.equal(gonio.doctor(model, batch=x).model(x), expected)
+
+
+class Block(nn.Module):
+    """Attention of two heads behind a norm, and a stream around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (layer(y).unflatten(-1, (2, 4)).transpose(-3, -2) for layer in (self.q, self.k, self.v))
+        return x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(-3, -2).flatten(-2))
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.LayerNorm(8), nn.Linear(8, 3))
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.uniform_(module.weight, 0.5, 2.0)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["example", "made"])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda model, **example: gonio.fold_(model, gains=True, **example),
+        gonio.rotate_,
+        gonio.balance_,
+        gonio.surgery.anatomy,
+        gonio.surgery.qk_norm,
+        lambda model, **_: gonio.param_groups(model, matrices=True),
+    ],
+)
+def test_inference_mode_changes_no_result(verb: Callable[..., object], given: bool) -> None:
+    """Gradients tell what reads what; in inference mode there are none."""
+    said = []
+    for mode in (False, True):
+        model = transformer()
+        with torch.inference_mode(mode):
+            example = {"example": torch.ones(2, 5, 8, dtype=torch.float64)} if given else {}
+            try:
+                said.append(str(verb(model, **example)))
+            except gonio.GonioError as error:
+                said.append(str(error))
+    assert said[0] == said[1]

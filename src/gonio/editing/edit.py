@@ -69,6 +69,7 @@ class Edit:
         self.acts_on: list[Any] = []  # optimizers: when they are gone, the edit is not in force any more
         self.changes_model = True  # otherwise it can be undone before and after any other
         self._inverses: list[Callable[[], None]] = []
+        self.at_finish: list[Callable[[Refer], None]] = []  # called with the model as the edit leaves it
         self.at_end: list[Callable[[], str | None]] = []  # before an undo: what to warn of after it
         # What it changed: an undo first checks that this still is as the edit left it.
         self._classes: list[nn.Module] = []  # modules whose class or registries may have changed
@@ -99,9 +100,14 @@ class Edit:
             why = "it adds or removes parameters, and DistributedDataParallel synchronises those it was given"
             raise NotApplicableError(self.verb, "", why, "Edit the model before it is wrapped.", action="change")
         for tensor in {id(tensor): tensor for tensor in self._values}.values():
-            ref, follow = _FOLLOWERS.get(id(tensor), (None, None))
-            if follow is not None and ref is not None and ref() is tensor:
-                follow(self)
+            follower = _FOLLOWERS.get(id(tensor))
+            if follower is not None and follower.parameter is tensor:
+                follower.act(self)
+        if self.at_finish:
+            refer = referrer(self.model)
+            for each in self.at_finish:
+                each(refer)
+            self.at_finish = []
 
     def note(self, text: str) -> None:
         """Add a remark on the whole edit."""
@@ -282,25 +288,78 @@ def run_reversed(inverses: Sequence[Callable[[], None]]) -> None:
         raise failure
 
 
-# Parameters whose overwriting concerns others (a hold keeps their norms), by `id`, with a function of the edit. (A
-# WeakKeyDictionary compares its keys by ==, which tensors do entry by entry.)
-_FOLLOWERS: dict[int, tuple[weakref.ref[Tensor], Callable[[Edit], None]]] = {}
+@dataclass(frozen=True, eq=False)
+class Follower:
+    """What is done at the end of each edit that overwrites a Parameter, as long as this is kept.
 
-
-def follow_(parameter: Tensor, follow: Callable[[Edit], None]) -> Callable[[], None]:
-    """Call a function at the end of each edit that overwrites a Parameter; returns what ends it.
-
-    It takes the edit, to which it may add inverses and notes. If it raises, the edit is rolled back.
+    `act` takes the edit, to which it may add inverses and notes. If it raises, the edit is rolled back.
     """
-    key = id(parameter)
-    entry = (weakref.ref(parameter, lambda _: _FOLLOWERS.pop(key, None)), follow)
-    _FOLLOWERS[key] = entry
 
-    def end() -> None:
-        if _FOLLOWERS.get(key) is entry:
-            del _FOLLOWERS[key]
+    parameter: Tensor
+    act: Callable[[Edit], None]
 
-    return end
+
+# Parameters whose overwriting concerns others (a hold keeps their norms), by `id`.
+_FOLLOWERS: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
+
+
+def follow_(parameter: Tensor, act: Callable[[Edit], None]) -> Follower:
+    """Call a function at the end of each edit that overwrites a Parameter, as long as the result is kept."""
+    follower = Follower(parameter, act)
+    _FOLLOWERS[id(parameter)] = follower
+    return follower
+
+
+# --- weak references ----------------------------------------------------------------------------------
+
+# Note [Weak references to Parameters]
+# `Module.to()` exchanges the contents of tensors of a class of their own (shards, quantised weights; on request all),
+# and torch refuses this for a tensor to which there is a weak reference. What does not keep a model alive therefore
+# refers to its Parameters by their modules.
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A Parameter by its module and name, as long as it is there."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    key: int  # its `id`
+
+    def __call__(self) -> nn.Parameter | None:
+        module = self.module()
+        found = None if module is None else module._parameters.get(self.name)
+        return found if id(found) == self.key else None
+
+
+Ref = Callable[[], nn.Parameter | None]
+Refer = Callable[[nn.Parameter], Ref]
+
+
+def referrer(model: nn.Module) -> Refer:
+    """What makes references to Parameters that neither keep these alive nor keep torch from moving the model.
+
+    Example:
+        >>> from gonio.editing.edit import referrer
+        >>> layer = nn.Linear(2, 2)
+        >>> ref = referrer(layer)(layer.weight)
+        >>> ref() is layer.weight
+        True
+        >>> layer.weight = nn.Parameter(torch.zeros(2, 2))
+        >>> ref() is None
+        True
+    """
+    places = _places(model)
+    return lambda parameter: places.get(id(parameter)) or weakref.ref(parameter)
+
+
+def _places(model: nn.Module) -> dict[int, _Place]:
+    found: dict[int, _Place] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), _Place(weakref.ref(module), name, id(parameter)))
+    return found
 
 
 # --- undo ---------------------------------------------------------------------------------------------
@@ -311,7 +370,7 @@ class _InForce(NamedTuple):
 
     number: int
     verb: str
-    parts: dict[int, weakref.ref[Any]]  # of the model after the edit: by now another thread may be changing it
+    parts: Mapping[int, Callable[[], Any]]  # of the model after the edit: by now another thread may be changing it
     acts_on: tuple[weakref.ref[Any], ...]  # optimizers
 
 
@@ -329,7 +388,9 @@ class _Undo:
 
     def __init__(self, edit: Edit) -> None:
         model, self._inverses, self._at_end = edit.model, edit._inverses, edit.at_end
-        parts = {key: weakref.ref(part) for key, part in _parts(model).items()} if edit.changes_model else {}
+        parts: dict[int, Callable[[], Any]] = {}
+        if edit.changes_model:
+            parts = {**{id(module): weakref.ref(module) for module in model.modules()}, **_places(model)}
         self._edit = _InForce(next(_NUMBERS), edit.verb, parts, tuple(map(weakref.ref, edit.acts_on)))
         edit.acts_on = []  # inverses may refer to the edit
         self._started = False

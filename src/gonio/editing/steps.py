@@ -10,19 +10,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
-from typing import Any, TypeVar
+from types import MethodType
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gonio.editing.edit import Edit
+from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
 from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
 from gonio.messages import counted, say
 
 Value = TypeVar("Value")
+Parameters = Sequence[nn.Parameter]
 KEPT_RADIUS = "gonio_radius"  # of a held weight (gonio.hold_), in the state of its optimizer
 
 # --- the optimizer in its wrappers ------------------------------------------------------------------------
@@ -53,7 +55,7 @@ def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
         >>> real_optimizers(Wrapper(sgd), verb="demo_") == (sgd,)
         True
     """
-    found = [each for each in _with_inner(optimizer) if not _inner_optimizers(each)]
+    found = _innermost(optimizer)
     for each in found:
         if not isinstance(each, Optimizer) or not getattr(type(each).step, "hooked", False):
             raise InvalidArgumentError(
@@ -92,6 +94,10 @@ def _with_inner(optimizer: Any) -> list[Any]:
     return list(found.values())
 
 
+def _innermost(optimizer: Any) -> list[Any]:
+    return [each for each in _with_inner(optimizer) if not _inner_optimizers(each)]
+
+
 # --- the registry -----------------------------------------------------------------------------------------
 
 # Note [One registry of steps]
@@ -114,6 +120,24 @@ class _Watch:
     before: Act | None
     after: Act | None
     measures: bool
+
+
+class _Watches(list[_Watch]):
+    """The watches of one optimizer; a copy of the optimizer has none."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return (list, ())
+
+
+def _observed_step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a wrapper's `step` that torch does not report: a method, so that a copy of it steps the copy."""
+    result = vars(wrapper)[_PLAIN_STEP](*args, **kwargs)
+    _after_step(wrapper)
+    return result
+
+
+_observed_step.__name__ = "step"  # by which a method is pickled: of the class, when it is loaded
+_PLAIN_STEP = "_gonio_plain_step"  # the attribute of a wrapper
 
 
 def watch(
@@ -180,15 +204,14 @@ def expect_steps_(edit: Edit, optimizer: Any, weights: Mapping[str, Tensor]) -> 
     Args:
         weights: by label, those that the steps change, as the edit leaves them.
     """
-    steps, before = [0], {label: (weakref.ref(weight), _sum(weight)) for label, weight in weights.items()}
+    steps, before = [0], {label: (weight, _sum(weight)) for label, weight in weights.items()}
     verb, name = edit.verb, type(optimizer).__name__
 
     def count(_: Optimizer) -> None:
         steps[0] += 1
 
     def idle() -> str | None:
-        kept = ((label, ref(), was) for label, (ref, was) in before.items())
-        pairs = [(label, _sum(weight), was) for label, weight, was in kept if weight is not None]
+        pairs = [(label, _sum(weight), was) for label, (weight, was) in before.items()]
         changed = [label for label, now, was in pairs if now[:2] == was[:2] and now != was]  # not moved or cast
         if steps[0] or not changed:
             return None
@@ -219,21 +242,18 @@ def _settle(settled: Act, real: Sequence[weakref.ref[Optimizer]], _: Optimizer) 
 
 def _observable(wrapper: Any) -> bool:
     """Whether the end of a wrapper's step is to be observed; makes a step observable that torch does not report."""
-    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
-    if any(kind is not None and isinstance(wrapper, kind) for kind in known):
+    if _is_transparent(wrapper):
         return False
-    if not (isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)):
-        original = wrapper.step
-        if not hasattr(original, "_gonio_observed"):
-
-            def step(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                _after_step(wrapper)
-                return result
-
-            step._gonio_observed = True  # type: ignore[attr-defined]
-            wrapper.step = step
+    reported = isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)
+    if not reported and _PLAIN_STEP not in vars(wrapper):
+        vars(wrapper)[_PLAIN_STEP] = wrapper.step
+        wrapper.step = MethodType(_observed_step, wrapper)
     return True
+
+
+def _is_transparent(wrapper: Any) -> bool:
+    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
+    return any(kind is not None and isinstance(wrapper, kind) for kind in known)
 
 
 def _get(optimizer: Any) -> list[_Watch]:
@@ -244,8 +264,15 @@ def _set(optimizer: Any, watches: list[_Watch]) -> None:
     global _OF_ALL  # replaced, never changed: see the note
     if optimizer is None:
         _OF_ALL = watches
+    elif watches:
+        vars(optimizer)[_WATCHES] = _Watches(sorted(watches, key=lambda each: not each.measures))
     else:
-        vars(optimizer)[_WATCHES] = sorted(watches, key=lambda each: not each.measures)
+        vars(optimizer).pop(_WATCHES, None)
+        if getattr(vars(optimizer).get("step"), "__func__", None) is _observed_step:
+            del optimizer.step
+            plain = vars(optimizer).pop(_PLAIN_STEP)
+            if optimizer.step != plain:  # it had a `step` of its own
+                optimizer.step = plain
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -279,11 +306,7 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str) ->
 
 
 def update_optimizer_(
-    edit: Edit,
-    path: str,
-    optimizer: Optimizer | None,
-    before: Sequence[nn.Parameter],
-    after: Mapping[str, nn.Parameter],
+    edit: Edit, path: str, optimizer: Optimizer | None, before: Parameters, after: Mapping[str, nn.Parameter]
 ) -> None:
     """Give a layer's new parameters to the given optimizer; without one, guard against a step that omits them.
 
@@ -293,11 +316,11 @@ def update_optimizer_(
     """
     if optimizer is None:
         known = {id(parameter) for parameter in edit.present}
-        added = {f"{path}.{name}".removeprefix("."): weakref.ref(p) for name, p in after.items() if id(p) not in known}
+        added = {f"{path}.{name}".removeprefix("."): p for name, p in after.items() if id(p) not in known}
         if added:
-            waiting = _Waiting(edit.verb, added, _trained(before), _trained(edit.present))
+            waiting = _Waiting(edit.verb)
             edit.on_undo(waiting.end)
-            _set_waiting(waiting)
+            edit.at_finish.append(partial(waiting.begin, added, before, edit.present))
         return
     held = parameter_ids(optimizer)
     used = {id(p) for p in edit.model.parameters()}
@@ -306,15 +329,28 @@ def update_optimizer_(
     trained = any(id(p) in held for p in before) or any(p.requires_grad for p in new)
     if not (new or gone) or not trained:  # the same parameters, or a frozen layer
         return
-    group = _group_of(optimizer, before, used)
-    edit.on_undo(_restorer(optimizer))
-    for each in optimizer.param_groups:
-        take_out_(optimizer, each, gone)
-    for parameter in before:
-        if id(parameter) in gone:
-            optimizer.state.pop(parameter, None)
-    for name, values in per_parameter(optimizer, group).items():
+    home, group = _group_of(optimizer, before, used)
+    for each in _innermost(optimizer):
+        refuse_kept_list(each, edit.verb)
+        edit.on_undo(_restorer(each))
+        for other in each.param_groups:
+            take_out_(each, other, gone)
+        for parameter in before:
+            if id(parameter) in gone:
+                each.state.pop(parameter, None)
+    for name, values in per_parameter(home, group).items():
         group[name] = [*values, *(new if name == "params" else [None] * len(new))]
+
+
+def refuse_kept_list(optimizer: Optimizer, verb: str) -> None:
+    """Raise for an optimizer that reads a list of its Parameters which it made when it was built, such as LBFGS."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    if any(value is each for value in vars(optimizer).values() for each in lists):
+        raise InvalidArgumentError(
+            f"{verb} needs an optimizer that reads its parameter groups in each step, because parameters come or go",
+            f"{type(optimizer).__name__}, which keeps a list of the parameters from when it was built",
+            "Build it after this edit, or use another one.",
+        )
 
 
 def per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -343,12 +379,13 @@ def note_added(edit: Edit) -> None:
         edit.note(say("{new}: build the optimizer after this edit, or pass optimizer=", new=new))
 
 
-def _group_of(optimizer: Optimizer, layer: Sequence[nn.Parameter], model: set[int]) -> dict[str, Any]:
-    """The group of the layer's parameters; of any of the model's for a layer that had none."""
+def _group_of(optimizer: Any, layer: Sequence[nn.Parameter], model: set[int]) -> tuple[Optimizer, dict[str, Any]]:
+    """The group of the layer's parameters, and its optimizer; of any of the model's for a layer that had none."""
     wanted = {id(p) for p in layer} or model
-    for group in optimizer.param_groups:
-        if any(id(p) in wanted for p in group["params"]):
-            return group
+    for each in _innermost(optimizer):
+        for group in each.param_groups:
+            if any(id(p) in wanted for p in group["params"]):
+                return each, group
     raise _holds_none()
 
 
@@ -443,6 +480,11 @@ def move_state_(edit: Edit, optimizer: Optimizer, path: str, parameter: nn.Param
     squared gradients by s², one in units of the parameter multiplied by s; one without a unit stays. Optimizers
     of other types may have scalar state only, unless their class says the powers in `state_powers`; other state raises.
     """
+    while _is_transparent(optimizer):
+        (optimizer,) = _inner_optimizers(optimizer)
+    refuse = partial(NotApplicableError, "balance_", path, action="balance")
+    if not hasattr(optimizer, "state"):
+        raise refuse(f"what {_a(type(optimizer).__name__)} stores of it is unknown", "Balance before it is built.")
     powers = of_kind(optimizer, _POWERS) or getattr(type(optimizer), "state_powers", {})
     for name, value in optimizer.state.get(parameter, {}).items():
         single = isinstance(value, Tensor) and value.numel() == 1 and parameter.numel() != 1
@@ -450,10 +492,17 @@ def move_state_(edit: Edit, optimizer: Optimizer, path: str, parameter: nn.Param
             continue
         if name not in powers or value.shape != parameter.shape:
             why = f"the unit of {name!r} in the state of {type(optimizer).__name__} is unknown"
-            do = "Balance before the optimizer takes its first step."
-            raise NotApplicableError("balance_", path, why, do, action="balance")
+            raise refuse(why, "Balance before the optimizer takes its first step.")
         if powers[name]:
-            edit.set_data_(value, (value.double() / s.pow(powers[name])).to(value.dtype))
+            edit.on_undo(partial(_set_state_, optimizer, parameter, name, value.clone()))
+            edit.overwrite_(value, (value.double() / s.pow(powers[name])).to(value.dtype))
+
+
+def _set_state_(optimizer: Optimizer, parameter: nn.Parameter, name: str, before: Tensor) -> None:
+    """Overwrite the present tensor of the state: `load_state_dict` of an optimizer makes new ones."""
+    now = optimizer.state.get(parameter, {}).get(name)
+    if isinstance(now, Tensor) and now.shape == before.shape:
+        Edit.overwrite_(now, before)
 
 
 # --- parameters that no optimizer has yet -------------------------------------------------------------
@@ -477,11 +526,18 @@ class _Waiting:
     """The parameters that an edit added to one layer, until an optimizer that has them takes a step."""
 
     verb: str
-    added: dict[str, weakref.ref[nn.Parameter]]  # by name
-    layer: list[weakref.ref[nn.Parameter]]  # the trained parameters that the layer had
-    model: list[weakref.ref[nn.Parameter]]  # and that the model had
+    added: dict[str, Ref] = field(default_factory=dict)  # by name
+    layer: list[Ref] = field(default_factory=list)  # the trained parameters that the layer had
+    model: list[Ref] = field(default_factory=list)  # and that the model had
     # optimizers that trained the layer without the added parameters once
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+
+    def begin(self, added: Mapping[str, nn.Parameter], layer: Parameters, model: Parameters, refer: Refer) -> None:
+        """Wait from now on."""
+        self.added = {name: refer(parameter) for name, parameter in added.items()}
+        self.layer = [refer(parameter) for parameter in layer if parameter.requires_grad]
+        self.model = [refer(parameter) for parameter in model if parameter.requires_grad]
+        _set_waiting(self)
 
     def observe(self, held: set[int]) -> None:
         """Drop the added parameters that an optimizer about to step holds, and those that no longer exist."""
@@ -512,11 +568,7 @@ _WAITING: list[_Waiting] = []
 _WAITS: list[Callable[[], None]] = []
 
 
-def _trained(parameters: Iterable[nn.Parameter]) -> list[weakref.ref[nn.Parameter]]:
-    return [weakref.ref(parameter) for parameter in parameters if parameter.requires_grad]
-
-
-def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: list[weakref.ref[nn.Parameter]]) -> bool:
+def _holds(quantifier: Callable[[Iterable[bool]], bool], held: set[int], refs: list[Ref]) -> bool:
     """Whether an optimizer holds all, or any, of the parameters that still exist; False if none does."""
     there = [id(p) in held for ref in refs if (p := ref()) is not None]
     return bool(there) and quantifier(there)

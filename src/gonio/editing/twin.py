@@ -96,6 +96,31 @@ def _mapped(value: Any, twins: Mapping[int, Any], depth: int = 0) -> Any:
     return value
 
 
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model with computed tensors as attributes, which torch refuses to copy.
+
+    Hooks of pruning and of old weight and spectral norms leave such a tensor, and a forward may store one. The copy has
+    its values without the graph.
+
+    Example:
+        >>> from torch.nn.utils import prune
+        >>> from gonio.editing.twin import copy_of
+        >>> layer = prune.l1_unstructured(nn.Linear(2, 2), "weight", 1)
+        >>> torch.equal(copy_of(layer).weight, layer.weight)
+        True
+    """
+    tensors = (tensor for module in model.modules() for tensor in _tensors(vars(module)))
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple, set)) and depth < _NESTED:
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each, depth + 1)
+
+
 def _named_globally(model: nn.Module) -> bool:
     """Whether a function set as an attribute refers to a module of the model by a global name."""
     parts = list(model.modules())

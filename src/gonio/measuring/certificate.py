@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
@@ -14,6 +13,7 @@ from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from gonio.editing.twin import copy_of
 from gonio.editing.where import require_model, run_eagerly, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.escaping import json_data, printed
@@ -200,7 +200,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
 
 def _copy_of(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return copy_of(model)
     except Exception as error:  # of tensors and modules that cannot be copied
         why = f"it cannot be copied ({first_line(error, kind=True)})"
         raise NotApplicableError("certify", "", why, "Fold its weights first.", action="bound") from error

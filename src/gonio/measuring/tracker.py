@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gonio.editing.edit import referrer
 from gonio.editing.steps import watch
 from gonio.editing.where import require_model
 from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
@@ -196,7 +197,8 @@ class Tracker:
         self.left_out: dict[str, str] = {}
         self._ends = []
         self._optimizers = [type(each).__name__ for each in optimizers]
-        self._versions = [(weakref.ref(p), p._version) for p in model.parameters() if not p.is_inference()]
+        refer = referrer(model)
+        self._versions = [(refer(p), p._version) for p in model.parameters() if not p.is_inference()]
         for each in optimizers:
             acts = [partial(_shielded, weakref.ref(self), act) for act in (Tracker._before, Tracker._after)]
             self._ends.append(watch(each, before=acts[0], after=acts[1], measures=True, verb="Tracker()"))

@@ -326,7 +326,8 @@ class _Observe(Observer):
 
     def multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> None:
         """They are computed only if a bound exceeds the limit."""
-        norms = [torch.linalg.vector_norm(t, dim=-1, keepdim=True, dtype=torch.float32) for t in (query, key)]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        norms = [torch.linalg.vector_norm(t, dim=-1, keepdim=True, dtype=wide) for t in (query, key)]
         largest = [t.amax((-2, -1)) for t in (norms[0], repeated(norms[1], query))]
         found = by_index(scale * largest[0] * largest[1], self.block).amax(0)
         if float(found.amax()) > self.limit:

@@ -12,11 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, per_parameter, real_optimizers, take_out_
+from gonio.editing.steps import (
+    check_optimizer,
+    expect_steps_,
+    parameter_ids,
+    per_parameter,
+    real_optimizers,
+    refuse_kept_list,
+    take_out_,
+)
 from gonio.editing.where import Where, as_selector, sites
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
+from gonio.geometry.views import why_not_dense
 from gonio.messages import say
 from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
@@ -94,7 +103,7 @@ def hold_(
     what happens around `optimizer.step()`. The radii are state of the optimizer, as tensors. Loaded weights are
     projected by the next step. An edit that overwrites a held weight (``fold_``, ``balance_``, ``init_``, ``lsuv_``)
     sets its radius to the new norm, and is refused where the radius was given as a number. A hold ends with its
-    optimizer.
+    optimizer; copies of the model and of the optimizer are free.
 
     Args:
         model: as it will be trained; edits and parametrizations first.
@@ -292,6 +301,8 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
                 why = "its weight is computed from other parameters"
             elif own.is_complex():
                 why = "its weight is complex, and gonio holds real ones"
+            elif (stored := why_not_dense(own)) is not None:
+                why = stored
             elif id(own) not in trained:
                 why = "its weight is not in the optimizer"
             elif Vectors(ref.layout, own.ndim, norm).length(own) == 1:
@@ -419,7 +430,7 @@ def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[HeldWeight]
         if len(mine) < len(group["params"]):
             _new_group_(edit, optimizer, group, mine, weight_decay=0.0)
         else:
-            edit.on_undo(partial(group.__setitem__, "weight_decay", decay))
+            edit.on_undo(partial(_set_decay_, optimizer, mine, decay))
             group["weight_decay"] = 0.0
 
 
@@ -427,24 +438,42 @@ def _new_group_(
     edit: Edit, optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter], **options: Any
 ) -> None:
     """Give parameters a group with the options of another one, out of which they are taken if they are in it."""
+    refuse_kept_list(optimizer, edit.verb)
     if "initial_lr" in group:
         raise NotApplicableError(
             "hold_", "", "the optimizer has a schedule, which does not know the parameter group that this adds",
             "Call hold_ before the schedule is built, or give weights that decay and those that are held groups of "
             "their own.", action="hold weights of",
         )  # fmt: skip
-    before = dict(group)
+    before, alone = per_parameter(optimizer, group), {id(parameter) for parameter in parameters}
+    others = [parameter for parameter in before["params"] if id(parameter) not in alone]
+    shared = {name: group[name] for name in options if name in group}
 
     def restore() -> None:
-        optimizer.param_groups[:] = [each for each in optimizer.param_groups if each is not made]
-        group.update({name: before[name] for name in taken})
+        now, home = _present_group(optimizer, parameters), _present_group(optimizer, others)
+        if now is not None and home is None:  # it was removed since
+            now.update(shared)
+        elif now is not None and home is not None and now is not home:
+            optimizer.param_groups[:] = [each for each in optimizer.param_groups if each is not now]
+            home.update({name: list(values) for name, values in before.items()})
         for parameter in parameters:
             if not any(parameter is p for p in before["params"]):
                 optimizer.state.pop(parameter, None)
 
-    taken = per_parameter(optimizer, group)
-    made = {**group, **{name: [None] * len(parameters) for name in taken}}
+    made = {**group, **{name: [None] * len(parameters) for name in before}}
     edit.on_undo(restore)
     out = take_out_(optimizer, group, {id(p) for p in parameters})
     made.update(out if out["params"] else {"params": parameters}, **options)
     optimizer.param_groups.append(made)
+
+
+def _present_group(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any] | None:
+    """The present group of Parameters: `load_state_dict` of an optimizer makes new ones."""
+    wanted = {id(parameter) for parameter in parameters}
+    return next((each for each in optimizer.param_groups if any(id(p) in wanted for p in each["params"])), None)
+
+
+def _set_decay_(optimizer: Optimizer, parameters: Sequence[nn.Parameter], decay: Any) -> None:
+    group = _present_group(optimizer, parameters)
+    if group is not None:
+        group["weight_decay"] = decay

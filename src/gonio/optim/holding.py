@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.edit import Edit, follow_
+from gonio.editing.edit import Edit, Follower, follow_
 from gonio.editing.steps import KEPT_RADIUS, watch
-from gonio.errors import InvalidArgumentError, NormNotHeldError, NotApplicableError
+from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError
 from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
 
@@ -106,7 +107,7 @@ class Hold:
         self.complete = False  # once hold_ has changed everything
         self._given, self._real = weakref.ref(optimizer), [weakref.ref(each) for each in real]
         self._active: dict[int, HeldWeight] = {}
-        self._follows: dict[int, Callable[[], None]] = {}
+        self._follows: dict[int, Follower] = {}
         self._ends: list[Callable[[], None]] = []
         self._steps = 0  # that were observed
         self._loaded: dict[str, Tensor] = {}
@@ -128,6 +129,8 @@ class Hold:
                 self._active[key] = weight
                 _HOLDS[key] = self
                 self._follows[key] = follow_(weight.parameter, partial(_follow, weakref.ref(self), key))
+        if not _WATCHED:
+            _WATCHED.append(watch(None, before=_warn_of_a_copy))
         if not self._ends:
             given = self._given()
             for each in self._optimizers() if given is None else [given]:
@@ -144,7 +147,7 @@ class Hold:
         """End the hold of one weight, or of all."""
         for key, weight in list(self._active.items()):
             if parameter is None or weight.parameter is parameter:
-                self._follows.pop(key, _nothing)()
+                self._follows.pop(key, None)
                 self._active.pop(key, None)
         for optimizer in self._optimizers():
             for parameter, state in list(_states(optimizer).items()):
@@ -208,14 +211,14 @@ class Hold:
         """Store the radius, once the optimizer has stored its own state: many make theirs only where there is none.
 
         One that stores none for a weight which it has changed, as SGD, gets a number for each of its other parameters
-        too, because torch.distributed.checkpoint loads state of all parameters or of none.
+        too, because torch.distributed.checkpoint loads state of all parameters that can be trained, or of none.
         """
         states = _states(optimizer)
         if not states.get(weight.parameter):
             if weight.parameter._version == weight.version:
                 return
             for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                if parameter.grad is not None and not states.get(parameter):
+                if parameter.requires_grad and not states.get(parameter):
                     states[parameter] = {KEPT_RADIUS: torch.zeros(())}
             states[weight.parameter] = {}
         states[weight.parameter][KEPT_RADIUS] = weight.radius
@@ -287,10 +290,6 @@ class Hold:
                     )
 
 
-def _nothing() -> None:
-    """In the place of a function that ends something."""
-
-
 def _states(optimizer: Optimizer) -> dict[Any, Any]:
     return optimizer.state if isinstance(optimizer.state, dict) else {}
 
@@ -318,6 +317,27 @@ def _follow(ref: weakref.ref[Hold], key: int, edit: Edit) -> None:
     edit.on_undo(partial(hold.set_radius, weight, weight.radius))
     hold.set_radius(weight, weight.vectors.norms(weight.parameter.detach()))
     edit.note(say("{weight} is held at its new norm from now on", weight=weight.label))
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+_WATCHED: list[Callable[[], None]] = []  # registered with the first hold, and stays
+_STEPPED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _warn_of_a_copy(optimizer: Optimizer) -> None:
+    """In the first step of an optimizer: warn if its state has radii of a hold, but no weight of it is held."""
+    if optimizer in _STEPPED:
+        return
+    _STEPPED.add(optimizer)
+    states = _states(optimizer)
+    kept = any(isinstance(state, dict) and KEPT_RADIUS in state for state in states.values())
+    if kept and not any(isinstance(each, Tensor) and step_of_hold(each) for each in states):
+        text = (
+            f"the state of this {type(optimizer).__name__} has the norms that hold_ held, but nothing holds them: "
+            "copies of an optimizer, and others that load its state, are free. Call hold_ with it, or ignore this."
+        )
+        warnings.warn(text, GonioWarning, stacklevel=2)
 
 
 # --- which hold is in force ---------------------------------------------------------------------------------------

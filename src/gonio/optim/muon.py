@@ -130,6 +130,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        _refuse_sparse_gradients(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             if trained and group["matrices"]:
@@ -176,6 +177,15 @@ class Muon(Optimizer):
             amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
             weight_decay=group["weight_decay"], eps=1e-8, maximize=False,
         )  # fmt: skip
+
+
+def _refuse_sparse_gradients(parameters: Iterable[Tensor]) -> None:
+    """Raise before a step has changed anything."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            found = f"one of {parameter.grad.layout} of a parameter of shape {tuple(parameter.shape)}"
+            do = "Set sparse=False of its embedding, or train it by torch.optim.SparseAdam."
+            raise InvalidArgumentError("Muon takes dense gradients", found, do)
 
 
 def _plain(blocks: Any) -> list[list[int] | None] | None:

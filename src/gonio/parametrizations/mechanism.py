@@ -305,6 +305,16 @@ class Parametrized:
         super().__setstate__(state)  # type: ignore[misc]
         self._note_parameters()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As for any module. Torch moves no tensor to which there is a weak reference, as a parametrization has one."""
+        trained = {name: _parametrization(self, name).release() for name in self.parametrized_names}
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            for name, raw in trained.items():
+                if raw is not None and self._parameters.get(name) is raw:
+                    _parametrization(self, name).track(raw)
+
     def _note_parameters(self) -> None:
         """Tell the parametrizations which Parameters they are bound to; others may have taken their place."""
         for name in self.parametrized_names:

@@ -137,6 +137,11 @@ class Parametrization(nn.Module, ABC):
         """Remember the Parameter that the state belongs to; the layer does so after each change of the object."""
         self.bound_to = None if raw is None else weakref.ref(raw)
 
+    def release(self) -> nn.Parameter | None:
+        """Forget the Parameter while its layer moves it, which changes no value; returns it, for :meth:`track`."""
+        raw, self.bound_to = self.trained, None
+        return raw
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "bound_to": None}
 

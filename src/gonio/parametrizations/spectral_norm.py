@@ -222,6 +222,10 @@ class SpectralNorm(Parametrization):
         super().track(raw)
         self._followed = (None if raw is None else _version(raw)) if current else STALE_VERSION
 
+    def release(self) -> nn.Parameter | None:
+        self._followed = None if self._is_current() else STALE_VERSION  # the next version is the one to follow
+        return super().release()
+
     def train(self, mode: bool = True) -> Self:
         raw = self.trained
         ends = self.training and not mode and not self._unset  # a phase of training

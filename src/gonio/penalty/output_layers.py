@@ -27,6 +27,7 @@ from gonio.surgery.facts import TABLES
 _Nodes = dict[Any, str]  # by the node of autograd that made an output: the path of its layer
 
 
+@torch.inference_mode(False)  # gradients tell the layers
 def output_layers(model: nn.Module) -> tuple[set[int], str]:
     """The layers by `id`, and why they are not known; the reason is empty if they are.
 

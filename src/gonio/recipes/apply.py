@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from gonio.editing.edit import Ref, referrer
 from gonio.editing.steps import parameter_ids, real_optimizers, watch
 from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
@@ -193,7 +194,7 @@ class Handover:
         self.done: dict[str, Edited] = {}
         self._recipe, self._model, self._optimizer, self._after = recipe, model, optimizer, after
         self._end_waiting: Callable[[], None] | None = watch(
-            None, before=partial(_refuse, recipe, [weakref.ref(p) for p in model.parameters()])
+            None, before=partial(_refuse, recipe, list(map(referrer(model), model.parameters())))
         )
         weakref.finalize(model, self._end_waiting).atexit = False
 
@@ -263,7 +264,7 @@ class Handover:
         )
 
 
-def _refuse(recipe: str, parameters: list[weakref.ref[nn.Parameter]], optimizer: Optimizer) -> None:
+def _refuse(recipe: str, parameters: list[Ref], optimizer: Optimizer) -> None:
     """Raise in the step of an optimizer that has parameters of a model whose recipe still waits."""
     held = parameter_ids(optimizer)
     if any((p := ref()) is not None and id(p) in held for ref in parameters):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
 
 from gonio.editing.edit import Edit
-from gonio.editing.twin import evaluating
+from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import require_model, sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import Message, say
@@ -291,13 +290,16 @@ def call(model: nn.Module, example: Any) -> Any:
 def moved_to(example: Any, device: torch.device) -> Any:
     """The example with its tensors on a device: those in tuples, lists and mappings too.
 
+    Outside of inference mode, its tensors are copied, because no gradient can pass through them.
+
     Example:
         >>> from gonio.surgery.equivalent import moved_to
         >>> moved_to({"x": torch.ones(1), "n": [2]}, torch.device("cpu"))
         {'x': tensor([1.]), 'n': [2]}
     """
     if isinstance(example, Tensor):
-        return example.to(device)
+        moved = example.to(device)
+        return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
     if isinstance(example, Mapping):
         return {key: moved_to(value, device) for key, value in example.items()}
     if type(example) in (list, tuple):
@@ -372,7 +374,7 @@ class SameFunction:
             if moved.relative > max(allowed.get(x.dtype, otherwise) for x in before):
                 # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
                 wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
-                own = deviation(after, outputs(copy.deepcopy(self.model).double(), wide))
+                own = deviation(after, outputs(copy_of(self.model).double(), wide))
                 if moved.relative > _ROUNDINGS * own.relative:
                     raise self._refusal(edit, action, say("the outputs changed: {moved}", moved=moved._said))
                 r = own.relative

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.twin import copy_of
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.certified import nonnegative_norm
 from gonio.seeding import generator, state_kept
@@ -217,7 +218,7 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
     random = generator(0, "facts")
     try:
         on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        twin = copy.deepcopy(module).to_empty(device="cpu") if on_meta else copy.deepcopy(module).cpu()
+        twin = copy_of(module).to_empty(device="cpu") if on_meta else copy_of(module).cpu()
     except Exception:  # the layer's own code can raise anything
         return UNKNOWN
     twin = twin.double().train()

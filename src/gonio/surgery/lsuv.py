@@ -15,11 +15,11 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
 from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.geometry.views import layout_of, why_not_dense
+from gonio.geometry.views import has_filters, layout_of, why_not_dense
 from gonio.messages import counted, say
 from gonio.seeding import generator
 from gonio.surgery.equivalent import call, fitting
-from gonio.surgery.facts import WEIGHTED
+from gonio.surgery.facts import TABLES
 from gonio.surgery.init import check_function
 
 
@@ -152,7 +152,7 @@ def can_act(module: nn.Module) -> str | None:
         >>> can_act(nn.Linear(2, 2)), can_act(nn.ReLU())
         (None, 'it is not a linear or convolutional layer')
     """
-    if not isinstance(module, WEIGHTED) or isinstance(module, nn.Bilinear):
+    if isinstance(module, TABLES) or not has_filters(module):
         return "it is not a linear or convolutional layer"
     weight = module._parameters.get("weight")
     if weight is None or weight is not module.weight:

@@ -214,6 +214,7 @@ def _spread_(stays: dict[str, str], blocks: Sequence[Attention]) -> None:
 # --- what a norm there does -------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 def _unequal(
     model: nn.Module, example: Any, blocks: Sequence[Attention], layers: Mapping[str, _Heads]
 ) -> dict[str, str]:
@@ -226,8 +227,7 @@ def _unequal(
         coarsest = max(coarsest, 4 * torch.finfo(new.weight.dtype).eps)
         for parent, name in known[path].owners:
             parent._modules[name] = new
-    with torch.inference_mode(False):
-        run = record(twin, example)
+    run = record(twin, example)
     equal: dict[str, bool] = {}
     for product in run.products:
         if product.value is not None:

@@ -389,6 +389,7 @@ class Recorder(Products):
         return (y if whole is None else whole, *result[1:])
 
 
+@torch.inference_mode(False)  # in which no gradient could be told
 def record(model: nn.Module, example: Any) -> Recording:
     """Run a model in evaluation mode on its twin, and record it."""
     with fitting(model, example, "example="), evaluating(model) as plain, torch.enable_grad(), ExitStack() as ends:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from gonio.editing.edit import Edited
+from gonio.editing.twin import copy_of
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.lab.judging.results import Results
 from gonio.lab.tasks import resolve
@@ -147,7 +147,7 @@ class _Case:
     """One model under treatment: its copy, what is found in it now, and the steps so far."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, apply_unproven: bool) -> None:
-        self.given, self.model = model, copy.deepcopy(model)
+        self.given, self.model = model, copy_of(model)
         self.inputs, self.apply_unproven = inputs, apply_unproven
         whole = inputs.measured(self.model)
         self.notes = inputs.notes(whole)
@@ -224,7 +224,7 @@ class _Case:
         exact = remedy.proof == "same function"
         if not exact and (why := self._unprovable(remedy, treats)):
             return replace(step, proof=why)
-        untreated = copy.deepcopy(self.model) if exact else None
+        untreated = copy_of(self.model) if exact else None
         if not exact and self.inputs.task is not None and not self._scores:
             self._scores = scores(self.model, self.inputs.task)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gonio.editing.twin import copy_of
 from gonio.errors import GonioError, listing
 from gonio.lab.judging.results import Results, summarise
 from gonio.lab.judging.statistics import placed
@@ -69,7 +69,7 @@ def not_finite(model: nn.Module, example: Any, findings: Iterable[Finding]) -> s
 
 def scores(model: nn.Module, task: Task) -> list[float | None]:
     """The task's metric on blocks of validation examples; None where an output is not finite."""
-    twin, count = copy.deepcopy(model), len(task.validation)
+    twin, count = copy_of(model), len(task.validation)
     size = math.ceil(count / max(2, min(BLOCKS, count // LEAST)))
     return [evaluate(twin, task, Split(*block)) for block in task.validation.in_order(size)]
 

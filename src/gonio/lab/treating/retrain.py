@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.twin import copy_of
 from gonio.editing.where import Site, Where, left_out, refuse_shards, select
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.geometry import layout_of, matrix_view, unview
@@ -79,7 +79,7 @@ def retrain_(
     tried = []
     for name, start in _starts(model, chosen, task, seed):
         for training in rates:
-            twin = copy.deepcopy(start)
+            twin = copy_of(start)
             tried.append((_trained(twin, paths, task, training, seed), name, training, twin))
     loss, name, training, twin = min(tried, key=lambda each: each[0])
     refuse = partial(NotApplicableError, "retrain_", paths[0], action="train")
@@ -119,7 +119,7 @@ def _starts(model: nn.Module, chosen: list[Site], task: Task, seed: int) -> Iter
     """Copies of the model in evaluation mode with the values from which the layers are trained."""
     drawn = _drawn(model, [site.path for site in chosen], task, seed)
     for name in STARTS[:2]:
-        twin, differs = copy.deepcopy(model).eval(), name == STARTS[0]
+        twin, differs = copy_of(model).eval(), name == STARTS[0]
         for site in chosen:
             module = twin.get_submodule(site.path)
             bias = module._parameters.get("bias")
@@ -136,7 +136,7 @@ def _starts(model: nn.Module, chosen: list[Site], task: Task, seed: int) -> Iter
 @torch.no_grad()
 def _drawn(model: nn.Module, paths: list[str], task: Task, seed: int) -> nn.Module:
     """A copy with new values in these layers, as far as a law of initialisation is known for them."""
-    twin = copy.deepcopy(model).eval()
+    twin = copy_of(model).eval()
     filters = [path for path in paths if has_filters(twin.get_submodule(path)) is None]
     for path in paths:
         module = twin.get_submodule(path)
@@ -187,7 +187,7 @@ def _trained(model: nn.Module, paths: list[str], task: Task, training: TrainingC
 def _score(model: nn.Module, task: Task) -> float | None:
     """The metric on the first training examples; None if an output is not finite."""
     inputs, targets = zip(*islice(task.train.in_order(_BATCH), _MEASURED), strict=True)
-    return evaluate(copy.deepcopy(model), task, Split(torch.cat(inputs), torch.cat(targets)))
+    return evaluate(copy_of(model), task, Split(torch.cat(inputs), torch.cat(targets)))
 
 
 @torch.no_grad()

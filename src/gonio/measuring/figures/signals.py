@@ -246,11 +246,14 @@ class Gradient:
     def gain(self) -> float | None:
         return None if self.norm_ratio is None else self.norm_ratio * sqrt(self.outputs / self.inputs)
 
-    def at_output(self, gradient: Tensor) -> None:
-        self.output, self.outputs = float(gradient.double().square().sum()), gradient.numel()
+    def at_output(self, gradient: Tensor | None) -> None:
+        """Hook; an operation that has no derivative, as of a quantised layer, passes None on."""
+        if gradient is not None:
+            self.output, self.outputs = float(gradient.double().square().sum()), gradient.numel()
 
-    def at_input(self, gradient: Tensor) -> None:
-        self.input, self.inputs = float(gradient.double().square().sum()), gradient.numel()
+    def at_input(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.input, self.inputs = float(gradient.double().square().sum()), gradient.numel()
 
 
 def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tuple[dict[nn.Module, Gradient], str]:
