@@ -1,4 +1,4 @@
-"""G106: channels of a norm whose gain is 0 beside others that are not, in files, state dicts and models."""
+"""G106 and G107: channels of a norm whose gain is 0, and norms without a variance, in files, state dicts and models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def levels(model: nn.Module, tmp_path: Path) -> set[tuple[str, str, str]]:
     file = tmp_path / "model.safetensors"
     save_file(model.state_dict(), file)
     sources = [measure(model), measure(model.state_dict()), measure(file), check(model.state_dict()), check(file)]
-    said = [{(f.code, f.level, f.path) for f in found.findings if f.code == "G106"} for found in sources]
+    said = [{(f.code, f.level, f.path) for f in found.findings if f.code in ("G106", "G107")} for found in sources]
     assert all(one == said[0] for one in said), said
     return said[0]
 
@@ -104,3 +104,14 @@ def test_the_finding_names_channels_and_is_what_the_model_does() -> None:
         assert not model[:2](seeded(2, 3, 8, 8))[:, 7].any()
     half = {name: t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
     assert [f.code for f in check(half).findings] == [f.code for f in measure(half).findings] == ["G106"]
+
+
+def test_a_norm_without_a_variance_is_found(tmp_path: Path) -> None:
+    model = network().eval()
+    batch = seeded(2, 3, 8, 8)
+    usual = model[:2](batch).std()
+    model[1].running_var.zero_()
+    assert levels(model, tmp_path) == {("G107", "warn", "1.running_var")}
+    assert model[:2](batch).std() > 100 * usual
+    model[1].running_var[3] = 1e-30  # of a channel that varies
+    assert levels(model, tmp_path) == set()

@@ -20,10 +20,12 @@ from gonio.measuring.findings.rules import (
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.entry import (
+    NO_VARIANCE,
     PACKED,
     USUAL_PADDING,
     fills_up,
     has_bias,
+    holds_variances,
     infer,
     negative_variances,
     stores_inputs_first,
@@ -126,6 +128,11 @@ def _padded(t: TensorCheck) -> bool:
 @rule("G105", VALUE_RULES)
 def _negative_variances(t: TensorCheck) -> str | None:
     return negative_variances(t.negative) if t.negative else None
+
+
+@rule("G107", VALUE_RULES)
+def _no_variance(t: TensorCheck) -> str | None:
+    return NO_VARIANCE if t.zero and holds_variances(t.name) else None
 
 
 @rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)

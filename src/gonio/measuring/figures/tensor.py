@@ -34,6 +34,7 @@ from gonio.measuring.reading.entry import (
     ADDITIVE_MASK,
     FILLED,
     MAYBE_PADDING,
+    NO_VARIANCE,
     ORDERED,
     TensorEntry,
     are_sinusoids,
@@ -371,6 +372,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
     if holds_variances(entry.name) and (negative := int((tensor < 0).sum())):
         notes = (*notes, negative_variances(negative))
+    if holds_variances(entry.name) and tensor.numel() and not tensor.any():
+        notes = (*notes, NO_VARIANCE)
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)

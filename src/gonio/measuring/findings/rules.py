@@ -35,6 +35,7 @@ from gonio.measuring.reading.entry import (
     MATRIX,
     MAYBE_PADDING,
     NEGATIVE,
+    NO_VARIANCE,
     ORDERED,
     PADDING,
     TABLE,
@@ -401,6 +402,11 @@ def _dominant(t: TensorMeasurement) -> str | None:
 @rule("G105", WEIGHT_RULES)
 def _negative_variance(t: TensorMeasurement) -> str | None:
     return next((note for note in t.notes if note.endswith(NEGATIVE)), None)
+
+
+@rule("G107", WEIGHT_RULES)
+def _no_variance(t: TensorMeasurement) -> str | None:
+    return NO_VARIANCE if NO_VARIANCE in t.notes else None
 
 
 def _alike_on_purpose(t: TensorMeasurement) -> bool:

@@ -22,6 +22,7 @@ from gonio.messages import Message, are, counted, fixed, say
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
 NEGATIVE = "negative"  # the end of the note on running variances below 0
+NO_VARIANCE = fixed("every running variance is 0")
 USUAL_PADDING = (0, 1)  # the first row, as in BERT and T5, or the second one, as in RoBERTa, BART and MPNet
 MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
 FILLED = "its last rows are 0, as those that fill a vocabulary up"
