@@ -114,6 +114,7 @@ test_compile = pytest.mark.grid(2)(pytest.mark.matrix("compile")(law(check_compi
 
 @pytest.mark.inductor
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")  # a Fourier transform
 @over([*MODULES[:1], *MODULES[-1:]])  # a layer and a parametrization: each costs the code generator's time
 def test_inductor(case: ModuleCase) -> None:
     check_compiled(case, "inductor")
