@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +13,16 @@ from scipy import stats
 
 from gonio.lab import RunRecord
 from gonio.lab.judging.results import summarise
-from gonio.lab.judging.statistics import correlation, detectable, holm, improvement, least_p, paired_t, sign_flip
+from gonio.lab.judging.statistics import (
+    correlation,
+    detectable,
+    holm,
+    improvement,
+    least_p,
+    paired_t,
+    sign_flip,
+    sign_flip_rows,
+)
 from lab.plans import normal, plan_of
 
 
@@ -45,10 +55,23 @@ def test_sign_flip_counts_ties_in_spite_of_rounding() -> None:
 
 
 def test_drawn_sign_flip_agrees_with_the_exact_one() -> None:
-    d = (normal(24, seed=3) + 0.45).tolist()
+    d = (normal(40, seed=3) + 0.3).tolist()
     exact, drawn = sign_flip(d), sign_flip([*d, 0.0])  # a zero difference changes no sum
     # standard error of a share p from a million draws
     assert drawn == pytest.approx(exact, abs=4 * (exact / 1e6) ** 0.5)
+
+
+def test_all_sign_vectors_of_24_pairs_take_little_memory() -> None:
+    """All sums of 400 rows were 27 GB."""
+    rows = normal(400, 24, seed=5)
+    tracemalloc.start()
+    p = sign_flip_rows(rows)
+    assert tracemalloc.get_traced_memory()[1] < 2**26
+    tracemalloc.stop()
+    one = sign_flip_rows(rows[:1, :16])
+    signs = 1 - 2 * (np.arange(2**16)[:, None] >> np.arange(16) & 1)
+    assert one == [np.mean(np.abs(signs @ rows[0, :16]) >= abs(rows[0, :16].sum()) - 1e-12)]
+    assert 0.0 < (p < 0.05).mean() < 0.05 + 4 * 0.011
 
 
 @pytest.mark.parametrize(("pairs", "expected"), [(3, 0.25), (5, 0.0625), (6, 0.03125), (8, 0.0078125)])

@@ -130,9 +130,12 @@ def noise(setting: Experiment, runs: Runs) -> float | None:
 
 
 def false_verdicts(setting: Experiment, runs: Runs) -> float:
-    """Share of 400 random halves of all runs of the baseline that a sign-flip test calls different at 5 %."""
+    """Share of 400 random parts of the baseline's runs that a sign-flip test calls different at 5 %.
+
+    A part is half of the runs on each side, at most 24, of which all sign vectors are counted.
+    """
     pool = [score for name in ("again", setting.baseline.name) for score in runs.scores.get(name, {}).values()]
-    draw, half = np.random.Generator(np.random.PCG64(0)), len(pool) // 2
+    draw, half = np.random.Generator(np.random.PCG64(0)), min(len(pool) // 2, 24)
     mixed = np.array([draw.permutation(pool) for _ in range(_PAIRINGS)])
     rows = mixed[:, :half] - mixed[:, half : 2 * half]
     return float((sign_flip_rows(rows) < ALPHA).mean())
