@@ -228,7 +228,7 @@ def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
 
     with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
         for site in sites(plain):
-            if not site.module._modules:
+            if not site.module._modules and not isinstance(site.module, torch.jit.ScriptModule):  # that takes no hook
                 hooks.enter_context(site.module.register_forward_hook(partial(record, site.path)))
         torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones every time
         leaves, _ = tree_flatten(call(plain, example))
