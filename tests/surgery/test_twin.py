@@ -375,3 +375,19 @@ def test_turning_a_model_that_cannot_be_differentiated_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), InPlace(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
     with pytest.raises(gonio.errors.NotApplicableError, match=r"the gradients .* cannot be computed \(one of the var"):
         gonio.rotate_(model, example=torch.randn(3, 4).double())
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model: gonio.measure(model, batch=X),
+        lambda model: gonio.lsuv_(model, X),
+        lambda model: gonio.calibrate_(model, [X]),
+        lambda model: gonio.hold_(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+    ],
+)
+def test_a_model_on_the_meta_device_is_refused_in_words(act: Callable[[nn.Module], object]) -> None:
+    with torch.device("meta"):
+        model = network()
+    with pytest.raises(gonio.errors.GonioError, match="on the meta device"):
+        act(model)

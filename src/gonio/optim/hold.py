@@ -302,6 +302,8 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
                 continue
             if own is None:
                 why = "its weight is computed from other parameters"
+            elif own.is_meta:
+                why = say("its weight is on the meta device")
             elif own.is_complex():
                 why = "its weight is complex, and gonio holds real ones"
             elif (stored := why_not_dense(own)) is not None:

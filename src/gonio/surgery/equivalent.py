@@ -157,6 +157,8 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         if inputs and isinstance(inputs[0], Tensor):
             last[:] = [(path, module, inputs[0])]
 
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return "a model on the meta device, which has no values", "Load its weights first."
     with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
         for site in sites(plain):
             if isinstance(site.module, (nn.Linear, *_CHANNELS)):
