@@ -59,3 +59,30 @@ def test_a_planted_direction_is_an_intruder_of_the_reference() -> None:
     ones = torch.ones(48, 1)
     assert intruders_of(base, base) == 0
     assert intruders_of(base, base + ones @ ones.T / 10) >= 1
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("verb", ["WeightNorm", "DecoupledLinear", "init_"])
+def test_an_edit_inside_an_adapter_says_what_merging_would_break(verb: str, merged: bool) -> None:
+    """peft adds an adapter to the stored weight and takes it away again; a computed weight does not follow it."""
+    torchvision()
+    peft = pytest.importorskip("peft")
+    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    config = peft.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights=False)
+    model, x = peft.get_peft_model(plain, config).eval(), torch.randn(5, 6, dtype=torch.float64)
+    if merged:
+        model.merge_adapter()
+    before = model(x)
+    if verb == "WeightNorm":
+        edited = gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="*base_layer")
+    elif verb == "DecoupledLinear":
+        edited = gonio.swap_(model, gonio.nn.DecoupledLinear.from_linear, where="*base_layer")
+    else:  # stored weights change: peft's own step follows them
+        edited = gonio.init_(model, gonio.init.orthogonal_, where="*base_layer")
+        before = model(x)
+    said = [note for note in edited.notes if "merge and unmerge the adapters of base_model.model.0, base_mo" in note]
+    assert len(said) == (verb != "init_")
+    if verb != "init_":
+        edited.undo_()
+    (model.unmerge_adapter if merged else model.merge_adapter)()
+    torch.testing.assert_close(model(x), before)

@@ -356,3 +356,59 @@ def test_where_there_is_nothing_to_read() -> None:
         assert (signal.angles_read, signal.angles_exact) == (None, None)
     (one,) = gonio.measure(nn.Linear(4, 3), batch=seeded(2, 4)).signals
     assert one.angles_read is None
+
+
+class NormWithActivation(nn.BatchNorm2d):
+    """A batch norm with an activation as its part, as timm builds it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+class Gated(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.gate, self.drop = nn.Conv2d(channels, channels, 1), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True))))
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_parts_of_a_zeroed_norm_and_a_dropout_behind_its_gate_are_not_dead(dead: bool) -> None:
+    branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), NormWithActivation(8), Gated(8))
+    nn.init.zeros_(branch[1].weight)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Residual(branch), nn.Flatten(), nn.Linear(288, 4))
+    if dead:  # negative control
+        nn.init.constant_(model[0].bias, -100)
+    found = measure(model, batch=seeded(16, 3, 8, 8))
+    branches = {signal.path: signal.branch for signal in found.signals}
+    assert (branches["2.branch.1.act"], branches["2.branch.2.drop"], branches["1"]) == ("ends", "ends", "")
+    assert [finding.found for finding in found.findings if finding.code == "G408"] == (
+        ["units whose output is 0 on the whole batch: 1 (8 of 8)"] if dead else []
+    )
+
+
+class WithGain(nn.Linear):
+    """A layer with a gain of its own, which an activation may follow."""
+
+    def __init__(self, gain: float, bias: float) -> None:
+        super().__init__(8, 8)
+        nn.init.constant_(self.bias, bias)
+        self.gain = nn.Parameter(torch.full((8, 1), gain))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.gain * self.weight, self.bias)
+        return torch.relu(y) if self.bias.any() else y
+
+
+@pytest.mark.parametrize(("gain", "bias", "branch"), [(0.0, 0.0, "ends"), (1.0, -100.0, "")])
+def test_a_layer_with_a_gain_of_zero_trains_and_a_dead_one_does_not(gain: float, bias: float, branch: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Residual(WithGain(gain, bias)), nn.Linear(8, 2))
+    found = measure(model, batch=seeded(16, 8))
+    assert {signal.path: signal.branch for signal in found.signals}["1.branch"] == branch
+    assert ["G408"] * (branch == "") == [finding.code for finding in found.findings if finding.code == "G408"]

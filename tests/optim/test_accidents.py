@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -170,3 +171,73 @@ def test_the_death_of_a_rank_ends_the_others_with_an_error(kind: str, tmp_path: 
     assert found["finite"]
     assert found["unchanged"]
     torch.testing.assert_close(found["norms"], torch.full_like(found["norms"], RADIUS))
+
+
+def test_a_weight_that_is_replaced_by_hand_is_let_go_with_a_warning() -> None:
+    """A table that is resized gets a new Parameter, in the layer and in the optimizer."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    held = gonio.hold_(model, optimizer, norm="filters")
+    old = model[0].weight
+    model[0].weight = nn.Parameter(old.detach().clone())
+    (group,) = optimizer.param_groups
+    group["params"] = [model[0].weight if each is old else each for each in group["params"]]
+    norms = [layer.weight.detach().norm(dim=1) for layer in (model[0], model[2])]
+    with pytest.warns(gonio.errors.GonioWarning, match=r"does not hold 0\.weight any more: .* other Parameters"):
+        step(model, optimizer)
+    with warnings.catch_warnings(action="error"):
+        step(model, optimizer)
+    assert not torch.allclose(model[0].weight.norm(dim=1), norms[0])
+    torch.testing.assert_close(model[2].weight.norm(dim=1), norms[1])
+    gonio.hold_(model, optimizer, where="0", norm="filters").undo_()
+    held.undo_()
+
+
+@pytest.mark.parametrize("leaves", ["optimizer", "layer"])
+def test_a_weight_that_leaves_one_of_both_is_no_replaced_one(leaves: str) -> None:
+    """It is not trained any more, or another name refers to it, as torch's own parametrizations do."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gonio.hold_(model, optimizer, norm="filters")
+    weight = model[0].weight
+    if leaves == "optimizer":
+        (group,) = optimizer.param_groups
+        group["params"] = [each for each in group["params"] if each is not weight]
+    else:
+        nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    before = weight.detach().norm(dim=1)
+    with warnings.catch_warnings(action="error"):
+        step(model, optimizer)
+    torch.testing.assert_close(weight.norm(dim=1), before)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(seeded(5, 6)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("magnitude", [None, "learned"])
+def test_a_row_for_padding_is_zero_in_a_tied_output_layer_too(magnitude: Any) -> None:
+    table, output = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 9, bias=False)
+    output.weight = table.weight
+    model = nn.Sequential(table, output)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    held = gonio.hold_(model, optimizer, norm="filters", magnitude=magnitude)
+    assert [change.path for change in held.changes] == ["1"]
+    before = output._parameters["weight"].detach().norm(dim=1)
+    model(torch.arange(9)).square().sum().backward()
+    optimizer.step()
+    after = output._parameters["weight"].detach().norm(dim=1)
+    torch.testing.assert_close(after, before)
+    assert after[0] == 0
+    assert model(torch.arange(9)).isfinite().all()
+
+
+def test_the_refusal_of_a_zero_filter_names_the_class_of_the_layer() -> None:
+    layer = nn.Linear(4, 3)
+    nn.init.zeros_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(gonio.errors.NotApplicableError, match=r"cannot hold layer '0' \(Linear\): the norms of 3"):
+        gonio.hold_(nn.Sequential(layer), optimizer, norm="filters", magnitude="learned")
+    assert type(layer) is nn.Linear

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -321,3 +322,38 @@ def test_outputs_of_attention(inner: bool) -> None:
     penalty.undo_()
     with pytest.raises(NoMatchError, match=r"out_proj \(nn\.MultiheadAttention uses its weight without calling"):
         Penalty(model, [("*out_proj", R.SelfOrthogonality(1.0))])
+
+
+@dataclass(frozen=True)
+class Nothing(R.base.Regularizer):
+    """A class of the user that is neither one of weights nor one of outputs."""
+
+
+@pytest.mark.parametrize("regularizer", [R.base.Regularizer(1.0), Nothing(1.0), R.base.Regularizer])
+def test_a_regularizer_that_reads_nothing_is_refused(regularizer: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="one that reads weights or outputs, such as Orthogonality"):
+        Penalty(nn.Linear(3, 3), [(None, regularizer)])
+
+
+@pytest.mark.parametrize("act", [Penalty.__call__, Penalty.add_grads_])
+def test_a_replaced_layer_ends_the_penalty(act: Callable[[Penalty], object]) -> None:
+    """The output layer or a whole block is replaced, as in transfer learning: its old weight is no part of the loss."""
+    for path in ("0", "1"):
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 2))
+        penalty = Penalty(model, [(None, R.L2(1.0))])
+        act(penalty)
+        model.set_submodule(path, nn.Identity())
+        with pytest.raises(InvalidArgumentError, match=r"found (0\.)?\d, which the model does not have any more"):
+            act(penalty)
+
+
+def test_a_layer_that_moved_or_hands_on_its_weight_keeps_its_term() -> None:
+    model = network()
+    penalty = Penalty(model, [("5", R.L2(1.0))])
+    before = float(penalty().detach())
+    model[5] = nn.Sequential(model[5], nn.Dropout())  # as adapters wrap a layer
+    gonio.swap_(model, gonio.nn.DecoupledLinear.from_linear)
+    assert float(penalty().detach()) == before
+    copied, copied_penalty = copy.deepcopy((model, penalty))
+    nn.init.zeros_(copied[5][0].weight)
+    assert float(copied_penalty().detach()) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -285,3 +287,19 @@ def test_measured_layers_do_not_hide_what_is_inside() -> None:
 
     graph = trace(nn.Sequential(nn.Linear(4, 4), Rectified(), nn.Linear(4, 4)))
     assert graph.activation_after == {"0": "relu", "2": "linear"}
+
+
+class Speaking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("an input of another shape", UserWarning, stacklevel=2)
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+def test_what_a_layer_says_about_inputs_of_the_measurement_is_not_shown() -> None:
+    """torch's own spectral norm warns where a vector of it is resized, and the measured copy is thrown away."""
+    with warnings.catch_warnings(action="error"):
+        assert measure(Speaking(), [(4, 8)]).removes_scale
+        x = torch.randn(4, 3)
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 8)), nn.ReLU(), nn.Linear(8, 2))
+        with contextlib.suppress(gonio.errors.NotApplicableError):
+            gonio.rotate_(model.eval(), example=x)

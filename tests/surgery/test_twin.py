@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import gonio
@@ -311,3 +311,83 @@ def test_inference_mode_changes_no_result(verb: Callable[..., object], given: bo
             except gonio.GonioError as error:
                 said.append(str(error))
     assert said[0] == said[1]
+
+
+def verbs(x: Tensor) -> dict[str, Callable[[nn.Module], object]]:
+    return {
+        "balance_": partial(gonio.balance_, example=x),
+        "rotate_": partial(gonio.rotate_, example=x),
+        "fold_": partial(gonio.fold_, example=x, gains=True),
+        "init_": lambda model: gonio.init_(model, gonio.init.orthogonal_),
+        "even_out_": gonio.even_out_,
+        "recycle_": partial(gonio.recycle_, example=x),
+        "calibrate_": lambda model: gonio.calibrate_(model, [x]),
+        "WeightNorm": lambda model: gonio.parametrize_(model, gonio.parametrizations.WeightNorm()),
+        "L2": lambda model: gonio.Penalty(model, [(None, gonio.regularizers.L2(1.0))]),
+        "hold_": lambda model: gonio.hold_(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("verb", verbs(torch.zeros(1)))
+@pytest.mark.parametrize("make", ["script", "trace", "export"])
+def test_a_model_of_compiled_code_is_measured_and_edited_or_refused(verb: str, make: str) -> None:
+    """Scripted modules have no hooks and no dict of parameters; a model of torch.export refuses to change its mode."""
+    x = torch.randn(4, 3, 6, 6)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "script": lambda: torch.jit.script(plain),
+        "trace": lambda: torch.jit.trace(plain, x),
+        "export": lambda: torch.export.export(plain, (x,)).module(),
+    }
+    model = kinds[make]()
+    assert gonio.measure(model, batch=x).coverage == gonio.measure(plain).coverage
+    assert gonio.equivalent(model, plain, example=x).absolute <= 1e-6
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with suppress(gonio.errors.GonioError):
+        verbs(x)[verb](model).undo_()  # type: ignore[attr-defined]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+def test_a_scripted_part_is_left_out_and_the_others_are_edited() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 2))
+    assert [change.path for change in gonio.init_(model, gonio.init.orthogonal_).changes] == ["2"]
+    with pytest.raises(gonio.errors.NoMatchError, match=r"0 \(it is scripted, and runs compiled code"):
+        gonio.init_(model, gonio.init.orthogonal_, where="0")
+
+
+class InPlace(nn.Module):
+    """It runs, and cannot be differentiated: it overwrites what the backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.norm(x))
+        z = y * y
+        y[0] = 0
+        return x + self.mix(z)
+
+
+def test_turning_a_model_that_cannot_be_differentiated_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), InPlace(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    with pytest.raises(gonio.errors.NotApplicableError, match=r"the gradients .* cannot be computed \(one of the var"):
+        gonio.rotate_(model, example=torch.randn(3, 4).double())
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda model: gonio.measure(model, batch=X),
+        lambda model: gonio.lsuv_(model, X),
+        lambda model: gonio.calibrate_(model, [X]),
+        lambda model: gonio.hold_(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+    ],
+)
+def test_a_model_on_the_meta_device_is_refused_in_words(act: Callable[[nn.Module], object]) -> None:
+    with torch.device("meta"):
+        model = network()
+    with pytest.raises(gonio.errors.GonioError, match="on the meta device"):
+        act(model)

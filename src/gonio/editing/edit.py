@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 import weakref
@@ -122,6 +123,18 @@ class Edit:
             s = "s" if len(paths) == 1 else ""
             self.note(say("{paths} stay{s}: {why}", paths=listing(paths), s=s, why=fixed(why)))
 
+    def note_adapters(self) -> None:
+        """Note the changed layers inside adapters of peft, which merges into the weight that a layer stores."""
+        tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
+        changed = {id(module) for module in self._classes} | {id(o._modules.get(name)) for o, name in self._slots}
+        found = [s.path for s in sites(self.model) if isinstance(s.module, tuner) and changed & _ids(s.module)]
+        if found:
+            text = say(
+                "merge and unmerge the adapters of {paths} before this edit or after its undo: peft adds them to the "
+                "stored weight, which is not the one in use any more", paths=listing(found)
+            )  # fmt: skip
+            self.note(text)
+
     def changed(self, path: str, what: str) -> None:
         """Record a change of a module in words."""
         self.changes.append(Change(path, what))
@@ -204,6 +217,10 @@ class Edit:
                     holder = f"{site.path}.{name}".removeprefix(".")
                     self.note(f"{holder} still holds the module that was {path}: no edit reaches it there")
         return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return {id(child) for child in module.children()}
 
 
 class Undo(Protocol):

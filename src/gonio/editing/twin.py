@@ -140,6 +140,20 @@ def set_tensors_(twin: nn.Module, tensors: Mapping[int, Tensor]) -> None:
             module._flat_weights = [tensors.get(id(each), each) for each in module._flat_weights]
 
 
+def in_mode(model: nn.Module, *, training: bool) -> nn.Module:
+    """The model, in this mode; one of torch.export refuses, and stays in the mode in which it was exported.
+
+    Example:
+        >>> from gonio.editing.twin import in_mode
+        >>> in_mode(nn.ReLU(), training=False).training
+        False
+    """
+    try:
+        return model.train(training)
+    except NotImplementedError:
+        return model
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """Gives a twin of the model inside its wrappers, in evaluation mode.
@@ -149,13 +163,13 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """
     inner = unwrapped(model)
     if not is_sharded(inner) and not _named_globally(inner):
-        yield twin_of(inner).eval()
+        yield in_mode(twin_of(inner), training=False)
         return
     modes = [(module, module.training) for module in inner.modules()]
     buffers = [(module, dict(module._buffers)) for module in inner.modules()]
     values = [(buffer, buffer.clone()) for buffer in inner.buffers()]
     try:
-        with run_eagerly(inner.eval()):
+        with run_eagerly(in_mode(inner, training=False)):
             yield inner
     finally:  # also if Ctrl-C comes here
         own = [partial(module._buffers.update, before) for module, before in buffers]

@@ -358,10 +358,10 @@ def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.M
     selector = as_selector(where)
     everything = sites(model)
     matched = [site for site in everything if site.matches(selector)]
-    taken = [site for site in matched if can_act(site.module) is None]
+    taken = [site for site in matched if _why_not(site, can_act) is None]
     if not taken:
-        able = [site.path for site in everything if can_act(site.module) is None]
-        refused = [f"{site.path or 'the model'} ({can_act(site.module)})" for site in matched]
+        able = [site.path for site in everything if _why_not(site, can_act) is None]
+        refused = [f"{site.path or 'the model'} ({_why_not(site, can_act)})" for site in matched]
         text = str(selector)
         if not matched and any(OfTypeName(text)(site.path, site.module) for site in everything):
             text = f"{text!r}, a glob over paths (for the class write 'type:{text}')"
@@ -380,11 +380,18 @@ def left_out(
     """
     selector = as_selector(where)
     matched = [site for site in sites(model) if site.matches(selector) and _has_matrix(site.module, tensor)]
-    return {site.path: why for site in matched if (why := can_act(site.module)) is not None}
+    return {site.path: why for site in matched if (why := _why_not(site, can_act)) is not None}
+
+
+def _why_not(site: Site, can_act: Callable[[nn.Module], str | None]) -> str | None:
+    """Why a verb cannot act on a module, whatever it does: TorchScript's have neither Python parts nor hooks."""
+    if isinstance(site.module, torch.jit.ScriptModule):
+        return say("it is scripted, and runs compiled code; edit the model before torch.jit")
+    return can_act(site.module)
 
 
 def _has_matrix(module: nn.Module, tensor: str) -> bool:
-    own = module._parameters.get(tensor)
+    own = dict(module._parameters.items()).get(tensor)  # a scripted module keeps no dict of them
     if own is not None:
         return is_lazy(own) or own.dim() > 1
     # computed by a parametrization, or by a hook; of the type, because a wrapper may forward attributes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.edit import Edit, Edited
+from gonio.editing.edit import Edit, Edited, Refer, referrer
 from gonio.editing.steps import (
     check_optimizer,
     expect_steps_,
@@ -174,9 +174,12 @@ def hold_(
         refs = [_by_heads(ref, heads) for ref in refs]
     with Edit(model, "hold_") as edit:
         edit.acts_on = list(real)
+        for ref in refs:
+            _refuse_unfit(model, ref, norm)
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
             _learn_magnitudes_(edit, real, refs, magnitude_lr)
-        weights = [_held(edit, ref, norm, radius) for ref in refs]
+        refer = referrer(model)
+        weights = [_held(edit, ref, norm, radius, refer) for ref in refs]
         if magnitude is not None:
             for ref, weight in zip(refs, weights, strict=True):
                 edit.on_undo(partial(_take_gain_, ref, weight))
@@ -299,6 +302,8 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
                 continue
             if own is None:
                 why = "its weight is computed from other parameters"
+            elif own.is_meta:
+                why = say("its weight is on the meta device")
             elif own.is_complex():
                 why = "its weight is complex, and gonio holds real ones"
             elif (stored := why_not_dense(own)) is not None:
@@ -342,21 +347,30 @@ def _refuse_idle_gains(model: nn.Module, refs: Sequence[WeightRef]) -> None:
 
 
 @torch.no_grad()
-def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | float) -> HeldWeight:
-    """One weight and its radii; its value is changed for a radius that is a number."""
+def _refuse_unfit(model: nn.Module, ref: WeightRef, norm: Norm) -> None:
+    """Refuse a weight with a vector that has no direction, but for tables that have a row for padding, tied or not."""
     parameter = _own(ref)
     vectors = Vectors(ref.layout, parameter.ndim, norm)
     refuse = partial(NotApplicableError, "hold_", ref.path, action="hold", kind=type(ref.module).__name__)
     if is_sharded(parameter) and vectors.splits_shards():
         raise refuse("its shards cut its vectors", "Hold it by norm='matrix', or exclude it in `where`.")
     norms = vectors.norms(parameter.detach())
-    padded = getattr(ref.module, "padding_idx", None) is not None
+    padding = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
+    padded = any(each is parameter for module in padding for each in module._parameters.values())
     fit = norms.isfinite() & ((norms > 0) | padded)
     if not bool(fit.all()):
         bad = int((~fit).sum())
         of = "the norm of 1 of its vectors is" if bad == 1 else f"the norms of {bad} of its vectors are"
         why = f"{of} 0 or not finite in {norms.dtype}, and cannot be held"
         raise refuse(why, "Initialise them, or exclude the layer in `where`.")
+
+
+@torch.no_grad()
+def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | float, refer: Refer) -> HeldWeight:
+    """One weight and its radii; its value is changed for a radius that is a number."""
+    parameter = _own(ref)
+    vectors = Vectors(ref.layout, parameter.ndim, norm)
+    norms = vectors.norms(parameter.detach())
     if radius == "initial":
         radii, low, high = norms.clone(), float(norms.min()), float(norms.max())
         same = f"{low:.4g}" == f"{high:.4g}"
@@ -368,7 +382,8 @@ def _held(edit: Edit, ref: WeightRef, norm: Norm, radius: Literal["initial"] | f
     edit.changed(
         ref.path, said if norm != "spectral" else say("{name}: spectral norm of {n} {parts} held at {at}", **told)
     )
-    weight = HeldWeight(ref.label, parameter, vectors, radii, None if radius == "initial" else float(radius))
+    number = None if radius == "initial" else float(radius)
+    weight = HeldWeight(ref.label, parameter, vectors, radii, number, refer(parameter))
     if weight.at is not None:
         value = vectors.scaled(parameter.detach().to(norms.dtype), factors_of([radii], [norms])[0])
         edit.set_data_(parameter, value.to(parameter.dtype), unless=lambda: weight.trained)

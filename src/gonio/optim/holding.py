@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.edit import Edit, Follower, follow_
-from gonio.editing.steps import KEPT_RADIUS, watch
-from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError
+from gonio.editing.edit import Edit, Follower, Ref, follow_
+from gonio.editing.steps import KEPT_RADIUS, parameter_ids, watch
+from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing
 from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
 
@@ -34,6 +34,7 @@ class HeldWeight:
     vectors: Vectors
     radius: Tensor
     at: float | None  # the number that was given as the radius
+    there: Ref  # the Parameter, as long as its layer has it
     before: Tensor | None = None  # the step, for a fixed one
     had_gradient: bool = False  # before the step: some optimizers clear gradients in it
     version: int = -1
@@ -165,7 +166,22 @@ class Hold:
     def _mine(self, group: Mapping[str, Any]) -> list[HeldWeight]:
         return [self._active[id(p)] for p in group["params"] if id(p) in self._active]
 
+    def _let_go_of_replaced(self) -> None:
+        """End the hold of weights that neither their layers nor the optimizers have any more, and warn."""
+        known = set().union(*map(parameter_ids, self._optimizers()))
+        gone = [w for key, w in self._active.items() if key not in known and w.there() is not w.parameter]
+        for weight in gone:
+            self.end_(weight.parameter)
+        if gone:
+            labels = listing([weight.label for weight in gone])
+            text = (
+                f"hold_ does not hold {labels} any more: the model and the optimizer have other Parameters there now. "
+                "Call hold_ for them, or ignore this."
+            )
+            warnings.warn(text, GonioWarning, stacklevel=2)
+
     def _before(self, optimizer: Optimizer) -> None:
+        self._let_go_of_replaced()
         for weight in self._active.values():
             weight.had_gradient, weight.version = weight.parameter.grad is not None, weight.parameter._version
         if self.step == "fixed":

@@ -197,7 +197,7 @@ def is_parametrized(module: nn.Module, name: str | None = None) -> bool:
 
 def parametrizations_of_torch(module: nn.Module) -> dict[str, ParametrizationList]:
     """The lists of `torch.nn.utils.parametrize` by tensor: of the module itself, not of one to which it forwards."""
-    found = module._modules.get("parametrizations")
+    found = dict(module._modules.items()).get("parametrizations")  # a scripted module keeps no dict of them
     parts = dict(found.items()) if isinstance(found, nn.ModuleDict) else {}
     return {name: part for name, part in parts.items() if isinstance(part, ParametrizationList)}
 

@@ -96,6 +96,7 @@ class Penalty:
         bindings, self._remarks = bind(model, rules, heads)
         if process_group is None and any(isinstance(b.regularizer, OutputRegularizer) for b in bindings):
             process_group = data_parallel_group(model)
+        self._model, self._modules = model, _identities(model)
         self._skipped = [b for b in bindings if b.skipped]
         self._terms = terms_of(bindings, seed, process_group)
         self._reading = [term for term in self._terms if isinstance(term, OutputTerm)]
@@ -114,9 +115,12 @@ class Penalty:
         """The penalty of this step, a scalar to be added to the loss.
 
         Raises:
+            InvalidArgumentError: if a layer and its weight are not in the model any more, such as a replaced output
+                layer.
             NoActivationError: if a layer whose output is read did not run in training mode since the last
                 call, or its hook did not fire because the model was compiled before.
         """
+        self._refuse_replaced()
         self._last, total = [], None
         for term, strength in self._due():
             evaluation = term.evaluate(active=strength > 0)
@@ -142,7 +146,8 @@ class Penalty:
         ``DistributedDataParallel`` on every process.
 
         Raises:
-            InvalidArgumentError: if a rule reads outputs, whose gradient has to pass through the model.
+            InvalidArgumentError: if a rule reads outputs, whose gradient has to pass through the model; if a layer and
+                its weight are not in the model any more.
         """
         if self._reading:
             raise InvalidArgumentError(
@@ -150,12 +155,28 @@ class Penalty:
                 f"rules that read outputs: {', '.join(term.label for term in self._reading)}",
                 "Add penalty() to the loss, or put these rules into a Penalty of their own.",
             )
+        self._refuse_replaced()
         self._last = []
         with torch.no_grad():
             for term, strength in self._due():
                 if isinstance(term, WeightTerm) and strength > 0 and not term.weight.frozen:
                     self._keep(term, strength, term.add_gradient_(strength))
         self._calls += 1
+
+    def _refuse_replaced(self) -> None:
+        """Raise if the model has neither the layer of a term nor its weight any more: the term would change nothing."""
+        if torch.compiler.is_compiling() or (now := _identities(self._model)) == self._modules:
+            return
+        here = {*now, *map(id, self._model.parameters())}
+        used = [(term.weight, {id(term.weight.module), *map(id, term.weight.parameters())}) for term in self._terms]
+        gone = dict.fromkeys(weight.path or "the model" for weight, ids in used if not ids & here)
+        if gone:
+            raise InvalidArgumentError(
+                "Penalty() needs the layers with which it was built",
+                f"{listing([*gone])}, which the model does not have any more",
+                "Build it after the last change of the layers, and call undo_() of the old one.",
+            )
+        self._modules = now
 
     def _keep(self, term: Term, strength: float, evaluation: Evaluation) -> None:
         """Keep the numbers of a term for :meth:`values`, without their graph."""
@@ -309,6 +330,10 @@ class Penalty:
         width = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"  {a:<{width[0]}}  {b:<{width[1]}}  {c}".rstrip() for a, b, c in rows]
         return "\n".join([self._head, *lines, *(f"  note: {remark}" for remark in self._remarks)])
+
+
+def _identities(model: nn.Module) -> tuple[int, ...]:
+    return tuple(map(id, model.modules()))
 
 
 def _expect_call(penalty: Penalty) -> None:

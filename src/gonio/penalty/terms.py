@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
+_KINDS = (WeightRegularizer, OutputRegularizer)  # what a term can read
 
 
 # --- which rule reads what ------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def bind(
     context = _Context(model, heads)
     bindings, left = [], dict[str, str]()
     for rule in rules:
-        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], Regularizer)):
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], _KINDS)):
             raise InvalidArgumentError(
                 "Penalty(model, rules) takes pairs (where, regularizer)", repr(rule), _instead(rule)
             )
@@ -84,6 +85,8 @@ def bind(
 def _instead(rule: object) -> str:
     """What to pass instead of a pair whose second part is no regularizer."""
     given = rule[1] if isinstance(rule, tuple) and len(rule) == 2 else None
+    if isinstance(given, Regularizer) or given is Regularizer:
+        return "Pass one that reads weights or outputs, such as Orthogonality(1e-4): this one computes nothing."
     if isinstance(given, type) and issubclass(given, Regularizer):
         return f"Pass an object with a strength, such as {given.__name__}(1e-4)."
     if isinstance(given, str):

@@ -73,8 +73,10 @@ def view_shape(weight: Tensor, layout: Layout) -> tuple[int, int, int]:
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
-    """The layouts of the tensors of a module that have filters, by name."""
-    found = {}
+    """The layouts of the tensors of a module that have filters, by name; none of a scripted one, which has no types."""
+    found = dict[str, Layout]()
+    if isinstance(module, torch.jit.ScriptModule):
+        return found
     for name in dict.fromkeys(["weight", *module._parameters]):
         try:
             layout = layout_of(module, name)

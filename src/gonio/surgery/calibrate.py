@@ -176,7 +176,8 @@ def can_act(module: nn.Module) -> str | None:
         >>> can_act(nn.BatchNorm1d(2)), can_act(nn.LayerNorm(2))
         (None, 'it keeps no running statistics')
     """
-    stored = [module._buffers.get(name) for name in ("running_mean", "running_var")]
+    buffers = dict(module._buffers.items())  # a scripted module keeps no dict of them
+    stored = [buffers.get(name) for name in ("running_mean", "running_var")]
     if not all(isinstance(each, Tensor) for each in stored):
         return say("it keeps no running statistics")
     return say("it is lazy; run one batch first") if any(is_lazy(each) for each in stored if each is not None) else None

@@ -157,6 +157,8 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         if inputs and isinstance(inputs[0], Tensor):
             last[:] = [(path, module, inputs[0])]
 
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return "a model on the meta device, which has no values", "Load its weights first."
     with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
         for site in sites(plain):
             if isinstance(site.module, (nn.Linear, *_CHANNELS)):
@@ -228,7 +230,7 @@ def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
 
     with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
         for site in sites(plain):
-            if not site.module._modules:
+            if not site.module._modules and not isinstance(site.module, torch.jit.ScriptModule):  # that takes no hook
                 hooks.enter_context(site.module.register_forward_hook(partial(record, site.path)))
         torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones every time
         leaves, _ = tree_flatten(call(plain, example))

@@ -138,7 +138,7 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
     owners = Counter(id(p) for m in edit.model.modules() for p in m._parameters.values() if p is not None)
     inside: set[int] = set()  # parts of parametrizations, which may be parametrized themselves, fold with them
     for site in chosen:
-        names = [name for name in site.module._parameters if site.module._forward_pre_hooks]
+        names = [*site.module._parameters] if site.module._forward_pre_hooks else []
         removal = next((do for name in names for end, do in _HOOKED.items() if name.endswith(end)), None)
         if removal is not None:
             stay[site.path] = say("a hook of torch.nn.utils computes its weight: use {removal}", removal=removal)

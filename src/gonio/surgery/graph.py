@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from gonio.editing.twin import twin_of
+from gonio.editing.twin import in_mode, twin_of
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
@@ -362,7 +362,7 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
             twin = twin_of(model)
             if training is not None:
-                twin.train(training)
+                in_mode(twin, training=training)
             arguments = list(inspect.signature(twin.forward).parameters.values())[1:]
             defaults = {p.name: p.default for p in arguments if p.kind in _BY_NAME and p.default is not p.empty}
             graph = tracer.trace(twin, concrete_args=defaults)

@@ -87,6 +87,7 @@ def parametrize_(
             )
         if hasattr(type(unwrapped(model)), "save_pretrained"):
             edit.note(say("call gonio.fold_ before save_pretrained: from_pretrained builds a model without this edit"))
+        edit.note_adapters()
         edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
         if optimizer is None:
             note_added(edit)

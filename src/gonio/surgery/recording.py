@@ -398,6 +398,8 @@ def record(model: nn.Module, example: Any) -> Recording:
         recorder = Recorder(plain)
         for site in sites(plain):
             module = site.module
+            if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and nothing of its inside is seen
+                continue
             ends.enter_context(module.register_forward_pre_hook(partial(_push, recorder, site.path)))
             if not module._modules and all(p.ndim < 2 for p in module.parameters()):
                 ends.enter_context(module.register_forward_hook(recorder._norm_hook, with_kwargs=True))

@@ -105,6 +105,7 @@ def swap_(
         replaced = [site for site in found if site.path not in refused]
         _check_reachable(edit, replaced)
         _disable_fast_path_(edit, replaced)
+        edit.note_adapters()
         stays = getattr(_stating(factory), "stays", None) if where is None else None
         if stays is None:
             stays = left_out(model, as_selector(where) & accepted, can_act=able)

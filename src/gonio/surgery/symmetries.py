@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from gonio.editing.twin import evaluating, set_tensors_
+from gonio.editing.twin import evaluating, in_mode, set_tensors_
 from gonio.editing.where import unwrapped
 from gonio.errors import listing
 from gonio.geometry.views import why_not_dense
@@ -365,7 +365,7 @@ class TwinTrial(ABC, Generic[Change]):
                         del hooks[key]
             try:
                 set_tensors_(plain, {id(self.parameters[name]): value for name, value in tried.items()})
-                leaves, _ = tree_flatten(call(plain.train(training), self.example))
+                leaves, _ = tree_flatten(call(in_mode(plain, training=training), self.example))
             finally:  # some models are their own twins
                 set_tensors_(plain, {id(value): self.parameters[name] for name, value in tried.items()})
         return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
-from gonio.errors import listing
+from gonio.errors import NotApplicableError, first_line, listing
 from gonio.geometry.views import why_not_dense
 from gonio.init import orthogonal_
 from gonio.messages import say
@@ -322,11 +322,16 @@ class _Spaces:
 
     def _sources(self, x: Tensor, noise: Tensor | None = None) -> dict[_Leaf, Tensor]:
         """The leaves on which a tensor depends, with the gradients of a random sum."""
-        if not x.requires_grad:
+        if not x.requires_grad or not self.leaves:
             return {}
         noise = _noise(x) if noise is None else noise
         outs = [leaf.out for leaf in self.leaves]
-        gradients = torch.autograd.grad(x, outs, noise, retain_graph=True, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(x, outs, noise, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:  # an operation in place, or a function without a backward
+            why = say("the gradients that show what reads what cannot be computed ({error})", error=first_line(error))
+            do = "Leave this model as it is, or run it without operations in place."
+            raise NotApplicableError("rotate_", "", why, do, action="turn") from error
         return {
             leaf: g for leaf, g in zip(self.leaves, gradients, strict=True) if g is not None and bool((g != 0).any())
         }

@@ -484,3 +484,12 @@ def test_a_model_that_does_not_take_the_inputs_of_the_task() -> None:
     said = r"^task='digits' must be an input that the model takes; found 1 channel"
     with pytest.raises(InvalidArgumentError, match=said):
         gonio.doctor(model, task="digits")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+def test_a_scripted_model_is_judged_and_not_treated() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    with torch.no_grad():
+        next(model.parameters())[0].fill_(float("nan"))
+    treated = gonio.doctor(model, batch=torch.randn(4, 6))
+    assert "Findings: 1 before, 1 after. Done: nothing." in str(treated)

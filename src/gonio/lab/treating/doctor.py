@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from gonio.editing.edit import Edited
@@ -330,8 +331,10 @@ def _scopes(remedy: Remedy, treats: list[Finding], found: Measurements, model: n
         return [[]]
     if remedy.verb == "calibrate_":
         return calibrated_layers(treats, found, model)
-    able = _CAN_ACT.get(remedy.verb)
-    paths = [path for path in suspects(treats, found, model) if able is None or able(model.get_submodule(path)) is None]
+    able, parts = _CAN_ACT.get(remedy.verb), dict(model.named_modules(remove_duplicate=False))
+    paths = suspects(treats, found, model)
+    if able is not None:  # no verb can act on a scripted layer
+        paths = [p for p in paths if not isinstance(parts[p], torch.jit.ScriptModule) and able(parts[p]) is None]
     return [paths] if paths else []
 
 

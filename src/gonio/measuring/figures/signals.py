@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -54,10 +54,10 @@ class Signal:
             the statistics of this batch and with the running ones, over the standard deviation of the latter output.
             0 where they agree; about √(3/(2N)) for a batch of the training data with N values per channel. None
             for norms that have seen no batch, and over several processes.
-        branch: "ends" where the layer's own weights are all 0, so that its output is 0 for every input: the end of
-            a residual branch initialised to the identity, not a dead layer. "waits" where the gradient is
-            exactly 0 for that reason, or because the branch is multiplied by 0: it trains once the zero has
-            changed. Else "".
+        branch: "ends" where the layer's own weights are all 0, or a gain among them, so that its output is 0 for every
+            input and they have a gradient: the end of a residual branch initialised to the identity, not a dead layer;
+            and where a layer without weights passes such zeros on. "waits" where the gradient is exactly 0 for that
+            reason, or because the branch is multiplied by 0: it trains once the zero has changed. Else "".
     """
 
     path: str
@@ -94,6 +94,11 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
         with torch.no_grad(), _hooked(layers, outputs):
             call(plain, batch)
         backward, why = _backward(plain, batch, list(outputs.found))
+    for module in [m for m, s in outputs.found.items() if s.rms == 0 and s.gain == 0 and m in backward]:
+        if backward[module].trains:
+            outputs.found[module] = replace(outputs.found[module], branch="ends")
+    for module in [m for m in outputs.found if _passes_on(m, outputs.found, backward)]:
+        outputs.found[module] = replace(outputs.found[module], branch="ends")
     forward = outputs.found.items()
     zero = [m for m, s in forward if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
     dead = [backward[module].node for module in zero if module in backward]
@@ -101,8 +106,19 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
     return tuple(signals), (f"Gradients were not measured: {why}.",) if why else ()
 
 
+def _passes_on(module: nn.Module, found: Mapping[nn.Module, Signal], backward: Mapping[nn.Module, Gradient]) -> bool:
+    """Whether a layer without weights only passes on the zeros of a branch that ends, as dropout behind a gate does."""
+    signal = found[module]
+    if signal.rms or signal.gain is not None or signal.branch or module not in backward or [*module.parameters()]:
+        return False  # the gain of a layer that got zeros is None
+    ends = [backward[m].node for m, s in found.items() if s.branch == "ends" and m in backward]
+    return any(_leads_to(backward[module].node, end) for end in ends)
+
+
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module has no sub-layers except those that compute its weight."""
+    """Whether a module has no sub-layers except those that compute its weight, and takes hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     lists = module._modules.get("parametrizations")
     return all(child is lists or isinstance(child, _COMPUTING) for child in module.children())
 
@@ -166,11 +182,20 @@ class _Outputs:
             figures = _figures(tensor, *self.fed.get(module, (0.0, 0)))
             figures["angles_read"], figures["angles_exact"] = off_right_angle(module, tensor)
             figures["train_eval_gap"] = train_eval_gap(module, inputs, output)
-            parameters = list(module.parameters())
-            zero = bool(parameters) and not any(bool(parameter.any()) for parameter in parameters)
-            ends = figures["rms"] == 0 and figures["gain"] == 0 and zero
+            ends = figures["rms"] == 0 and self._is_zeroed(module)
             path, kind = self.layers[module].path, type(module).__name__
             self.found[module] = Signal(path=path, kind=kind, calls=1, branch="ends" if ends else "", **figures)
+
+    def _is_zeroed(self, module: nn.Module) -> bool:
+        """Whether own weights that are all 0 make the output 0; of a part without weights, those of its module.
+
+        A batch norm with an activation in it has its own gain, and only the activation is a layer without sub-layers.
+        """
+        own = list(module.parameters())
+        around = [p for parent, _ in self.layers[module].owners for p in parent.parameters(recurse=False)]
+        fed, _ = self.fed.get(module, (None, 0))
+        weights = own if fed else around if fed == 0 and not own else []
+        return bool(weights) and not any(bool(each.any()) for each in weights)
 
 
 def _joined(signal: Signal, gradient: Gradient, dead: list[Node | None]) -> Signal:
@@ -231,6 +256,7 @@ class Gradient:
     outputs: int = 0
     input: float | None = None
     inputs: int = 0
+    trains: bool = False  # whether a gradient arrives at the layer's own parameters
     node: Node | None = None  # where autograd computes the layer's output
 
     @property
@@ -273,7 +299,11 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
                 return {}, "its output has no gradient"
             draws = [torch.randn(t.shape, generator=generator(0, "cotangent", i)) for i, t in enumerate(roots)]
             inputs = [*hooks.sources, *(p for p in model.parameters() if p.requires_grad)]
-            torch.autograd.grad(roots, inputs, [d.to(t) for d, t in zip(draws, roots, strict=True)], allow_unused=True)
+            along = [d.to(t) for d, t in zip(draws, roots, strict=True)]
+            found = torch.autograd.grad(roots, inputs, along, allow_unused=True)
+            learn = {id(p) for p, g in zip(inputs, found, strict=True) if g is not None and bool((g != 0).any())}
+            for layer, gradient in hooks.found.items():
+                gradient.trains = any(id(p) in learn for p in layer.parameters())
     except RuntimeError as error:  # no derivative, or an operation in place that autograd cannot follow
         return {}, str(error).split("\n")[0]
     return hooks.found, ""
