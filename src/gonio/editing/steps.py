@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -107,6 +109,8 @@ _WATCHES = "_gonio_watches"  # the attribute of an optimizer
 _LOCK = threading.RLock()  # a finalizer may run while it is held
 _OF_ALL: list[_Watch] = []
 _HOOKS: list[object] = []
+_DEPTHS: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of a step that calls another
+_WITH_CLOSURE: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was given a closure
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,16 +252,57 @@ def _set(optimizer: Any, watches: list[_Watch]) -> None:
         vars(optimizer)[_WATCHES] = sorted(watches, key=lambda each: not each.measures)
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def computes_gradients(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's present or last step was given a closure, which computes the gradients in the step."""
+    return optimizer in _WITH_CLOSURE
+
+
+def _before_step(optimizer: Optimizer, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    if _may_nest(type(optimizer)):  # type: ignore[arg-type]
+        _end_with_step_(optimizer)
+        _DEPTHS[optimizer] = _DEPTHS.get(optimizer, 0) + 1
+        if _DEPTHS[optimizer] > 1:
+            return
+    closes = any(map(callable, (*given[1:], *named.values())))  # torch gives the optimizer itself first
+    (_WITH_CLOSURE.add if closes else _WITH_CLOSURE.discard)(optimizer)
     for each in (*_OF_ALL, *_get(optimizer)):
         if each.before is not None:
             each.before(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _DEPTHS:
+        _DEPTHS[optimizer] -= 1
+        if _DEPTHS[optimizer] > 0:
+            return
     for each in (*_OF_ALL, *_get(optimizer))[::-1]:
         if each.after is not None:
             each.after(optimizer)
+
+
+@functools.cache
+def _may_nest(kind: type) -> bool:
+    """Whether the step of a class may call that of a base class, around which torch calls the hooks once more."""
+    steps = [vars(each)["step"] for each in kind.__mro__ if each is not Optimizer and "step" in vars(each)]
+    return len({inspect.unwrap(step) for step in steps}) > 1
+
+
+def _end_with_step_(optimizer: Optimizer) -> None:
+    """Forget the depth when the whole step ends, also by an exception, after which torch calls no hook."""
+    original = optimizer.step
+    if hasattr(original, "_gonio_whole"):
+        return
+
+    @functools.wraps(original)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _DEPTHS.pop(self, None)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _DEPTHS.pop(self, None)
+
+    step._gonio_whole = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 # --- parameters that an edit adds or removes --------------------------------------------------------------
