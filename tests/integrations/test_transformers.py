@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,17 @@ def test_it_trains_as_a_loop_by_hand(transformers: Any, tmp_path: Path, kind: ty
     found = model.net.weight.detach()
     torch.testing.assert_close(found, by_hand(accumulate=accumulate), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(found, by_hand(accumulate=accumulate, strength=0.0), rtol=1e-3)
+
+
+def test_the_first_step_of_a_resumed_training_has_its_number(transformers: Any) -> None:
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+    callback = tracker_callback(tracker)
+    callback.on_train_begin(None, SimpleNamespace(global_step=100), None)
+    model.net.weight.sum().backward()
+    optimizer.step()
+    assert [row["step"] for row in tracker.rows] == [101]
 
 
 @pytest.mark.slow

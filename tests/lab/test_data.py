@@ -176,6 +176,8 @@ def test_sources_that_have_no_order_of_their_own(source: object, message: str) -
 def test_a_loader_without_length_and_a_function_without_loader() -> None:
     with pytest.raises(InvalidArgumentError, match="a DataLoader without a length, which a schedule needs"):
         examples_of(lambda size: DataLoader(Stream(), size)).steps(2, smallest=2)
+    with pytest.raises(InvalidArgumentError, match="a DataLoader without a length, which a schedule needs"):
+        len(examples_of(lambda size: DataLoader(Stream(), size)))
     with pytest.raises(InvalidArgumentError, match=r"a function that returns a int\. Return a torch DataLoader"):
         examples_of(lambda size: 3).steps(2, smallest=2)
     with pytest.raises(InvalidArgumentError, match="a function for a split that is judged"):

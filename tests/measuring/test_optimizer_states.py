@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gonio
 from foreign import ONE_PROCESS
-from gonio.editing.steps import state_powers
+from gonio.editing.optimizer_states import state_powers
 from gonio.errors import InvalidArgumentError
 from gonio.measuring.figures.moments import Moments, StateSums, state_sums
 from gonio.measuring.findings.rules import RULES

@@ -412,3 +412,28 @@ def test_a_layer_with_a_gain_of_zero_trains_and_a_dead_one_does_not(gain: float,
     found = measure(model, batch=seeded(16, 8))
     assert {signal.path: signal.branch for signal in found.signals}["1.branch"] == branch
     assert ["G408"] * (branch == "") == [finding.code for finding in found.findings if finding.code == "G408"]
+
+
+class Logarithm(nn.Module):
+    """A finite model whose output is not finite where the layer before is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).log())
+
+
+def test_outputs_that_are_not_finite_are_said() -> None:
+    torch.manual_seed(0)
+    found = measure(Logarithm(), batch=torch.randn(8, 4))
+    note = "On this batch 1 of 2 layers have outputs that are NaN or infinite; the first of them is last."
+    assert note in found.notes
+    assert "the first of them is last" in " ".join(str(found).split())
+
+
+def test_a_batch_without_examples_is_said() -> None:
+    found = measure(nn.Sequential(nn.Linear(4, 3)), batch=torch.zeros(0, 4))
+    assert found.signals == ()
+    assert "Outputs were not measured: no layer had one with values on this batch." in found.notes

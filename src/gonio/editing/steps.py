@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import threading
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
 from types import MethodType
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
-from gonio.errors import InvalidArgumentError, NotApplicableError, UntrainedParametersError
+from gonio.errors import InvalidArgumentError, UntrainedParametersError
 from gonio.messages import counted, say
 
-Value = TypeVar("Value")
 Parameters = Sequence[nn.Parameter]
-KEPT_RADIUS = "gonio_radius"  # of a held weight (gonio.hold_), in the state of its optimizer
 
 # --- the optimizer in its wrappers ------------------------------------------------------------------------
 
@@ -60,18 +59,18 @@ def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
         if not isinstance(each, Optimizer) or not getattr(type(each).step, "hooked", False):
             raise InvalidArgumentError(
                 f"{verb} needs an optimizer whose steps can be observed",
-                f"{_a(type(each).__name__)}, which neither calls Optimizer.__init__ nor contains an optimizer of its "
+                f"{with_article(type(each).__name__)}, which neither calls Optimizer.__init__ nor contains an optimizer of its "
                 "parameters",
                 "Pass the torch.optim.Optimizer whose step() changes the weights.",
             )
     return tuple(found)
 
 
-def _a(name: str) -> str:
+def with_article(name: str) -> str:
     return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
 
 
-def _inner_optimizers(optimizer: Any) -> list[Optimizer]:
+def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     """The optimizers in the attributes of an optimizer that share parameters with it."""
     mine, found = parameter_ids(optimizer), dict[int, Optimizer]()
     for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
@@ -90,12 +89,12 @@ def _with_inner(optimizer: Any) -> list[Any]:
         each = left.pop(0)
         if id(each) not in found:
             found[id(each)] = each
-            left += _inner_optimizers(each)
+            left += inner_optimizers(each)
     return list(found.values())
 
 
 def _innermost(optimizer: Any) -> list[Any]:
-    return [each for each in _with_inner(optimizer) if not _inner_optimizers(each)]
+    return [each for each in _with_inner(optimizer) if not inner_optimizers(each)]
 
 
 # --- the registry -----------------------------------------------------------------------------------------
@@ -113,6 +112,8 @@ _WATCHES = "_gonio_watches"  # the attribute of an optimizer
 _LOCK = threading.RLock()  # a finalizer may run while it is held
 _OF_ALL: list[_Watch] = []
 _HOOKS: list[object] = []
+_DEPTHS: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of a step that calls another
+_WITH_CLOSURE: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step was given a closure
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +243,7 @@ def _settle(settled: Act, real: Sequence[weakref.ref[Optimizer]], _: Optimizer) 
 
 def _observable(wrapper: Any) -> bool:
     """Whether the end of a wrapper's step is to be observed; makes a step observable that torch does not report."""
-    if _is_transparent(wrapper):
+    if is_transparent(wrapper):
         return False
     reported = isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)
     if not reported and _PLAIN_STEP not in vars(wrapper):
@@ -251,7 +252,7 @@ def _observable(wrapper: Any) -> bool:
     return True
 
 
-def _is_transparent(wrapper: Any) -> bool:
+def is_transparent(wrapper: Any) -> bool:
     known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
     return any(kind is not None and isinstance(wrapper, kind) for kind in known)
 
@@ -275,16 +276,57 @@ def _set(optimizer: Any, watches: list[_Watch]) -> None:
                 optimizer.step = plain
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def computes_gradients(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's present or last step was given a closure, which computes the gradients in the step."""
+    return optimizer in _WITH_CLOSURE
+
+
+def _before_step(optimizer: Optimizer, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    if _may_nest(type(optimizer)):  # type: ignore[arg-type]
+        _end_with_step_(optimizer)
+        _DEPTHS[optimizer] = _DEPTHS.get(optimizer, 0) + 1
+        if _DEPTHS[optimizer] > 1:
+            return
+    closes = any(map(callable, (*given[1:], *named.values())))  # torch gives the optimizer itself first
+    (_WITH_CLOSURE.add if closes else _WITH_CLOSURE.discard)(optimizer)
     for each in (*_OF_ALL, *_get(optimizer)):
         if each.before is not None:
             each.before(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer in _DEPTHS:
+        _DEPTHS[optimizer] -= 1
+        if _DEPTHS[optimizer] > 0:
+            return
     for each in (*_OF_ALL, *_get(optimizer))[::-1]:
         if each.after is not None:
             each.after(optimizer)
+
+
+@functools.cache
+def _may_nest(kind: type) -> bool:
+    """Whether the step of a class may call that of a base class, around which torch calls the hooks once more."""
+    steps = [vars(each)["step"] for each in kind.__mro__ if each is not Optimizer and "step" in vars(each)]
+    return len({inspect.unwrap(step) for step in steps}) > 1
+
+
+def _end_with_step_(optimizer: Optimizer) -> None:
+    """Forget the depth when the whole step ends, also by an exception, after which torch calls no hook."""
+    original = optimizer.step
+    if hasattr(original, "_gonio_whole"):
+        return
+
+    @functools.wraps(original)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _DEPTHS.pop(self, None)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _DEPTHS.pop(self, None)
+
+    step._gonio_whole = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
 # --- parameters that an edit adds or removes --------------------------------------------------------------
@@ -411,98 +453,6 @@ def _restorer(optimizer: Optimizer) -> Callable[[], None]:
             del optimizer.state[parameter]
 
     return restore
-
-
-# --- the state of a rescaled parameter ------------------------------------------------------------------
-
-# By type: the power of 1/s by which each entry of an optimizer's state is multiplied.
-_ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
-_POWERS: dict[type[Optimizer], dict[str, int]] = {
-    torch.optim.SGD: {"momentum_buffer": 1},
-    torch.optim.ASGD: {"ax": -1},
-    torch.optim.Adagrad: {"sum": 2},
-    torch.optim.Adadelta: {"square_avg": 2, "acc_delta": -2},
-    torch.optim.RMSprop: {"square_avg": 2, "grad_avg": 1, "momentum_buffer": 0},
-    torch.optim.Rprop: {"prev": 1, "step_size": -1},
-    torch.optim.Adamax: {"exp_avg": 1, "exp_inf": 1},
-    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam), _ADAM),
-    torch.optim.SparseAdam: _ADAM,
-    **({torch.optim.Muon: {"momentum_buffer": 1}} if hasattr(torch.optim, "Muon") else {}),
-}
-
-
-def state_powers(names: Iterable[str]) -> Mapping[str, int]:
-    """What tensors of an optimizer's state are, where its type is not known: 1 of gradients, 2 of their squares.
-
-    Types are told by the names of what they keep: of those that may keep all of these, the ones that keep least else.
-
-    Returns:
-        The power by which each is in units of the gradient; without those that no known type keeps, and without all if
-        such types differ.
-
-    Example:
-        >>> from gonio.editing.steps import state_powers
-        >>> state_powers(["exp_avg", "exp_avg_sq"]), state_powers(["exp_avg_sq_row"])
-        ({'exp_avg': 1, 'exp_avg_sq': 2}, {})
-    """
-    known = {name for powers in _POWERS.values() for name in powers}
-    wanted = [name for name in names if name in known]
-    may = [powers for powers in _POWERS.values() if wanted and powers.keys() >= set(wanted)]
-    least = min(map(len, may), default=0)
-    found = {tuple(powers[name] for name in wanted) for powers in may if len(powers) == least}
-    return dict(zip(wanted, found.pop(), strict=True)) if len(found) == 1 else {}
-
-
-def of_kind(optimizer: Optimizer, kinds: Mapping[type[Optimizer], Value]) -> Value | None:
-    """The entry for the type of an optimizer, or for a base class whose `step` it inherits; None for another type.
-
-    Example:
-        >>> from gonio.editing.steps import of_kind
-        >>> class Mine(torch.optim.SGD):
-        ...     def step(self, closure=None): ...
-        >>> weights = list(nn.Linear(2, 2).parameters())
-        >>> kinds = {torch.optim.SGD: "SGD"}
-        >>> of_kind(torch.optim.SGD(weights, lr=0.1), kinds), of_kind(Mine(weights, lr=0.1), kinds)
-        ('SGD', None)
-    """
-    step = inspect.unwrap(type(optimizer).step)
-    for base in type(optimizer).__mro__:
-        if base in kinds:
-            known: Any = base
-            return kinds[base] if inspect.unwrap(known.step) is step else None
-    return None
-
-
-def move_state_(edit: Edit, optimizer: Optimizer, path: str, parameter: nn.Parameter, s: Tensor) -> None:
-    """Rescale an optimizer's state of a parameter that is multiplied by s while the function stays the same.
-
-    The parameter's gradient g becomes g/s. A state tensor that is a sum of gradients is divided by s, one of
-    squared gradients by s², one in units of the parameter multiplied by s; one without a unit stays. Optimizers
-    of other types may have scalar state only, unless their class says the powers in `state_powers`; other state raises.
-    """
-    while _is_transparent(optimizer):
-        (optimizer,) = _inner_optimizers(optimizer)
-    refuse = partial(NotApplicableError, "balance_", path, action="balance")
-    if not hasattr(optimizer, "state"):
-        raise refuse(f"what {_a(type(optimizer).__name__)} stores of it is unknown", "Balance before it is built.")
-    powers = of_kind(optimizer, _POWERS) or getattr(type(optimizer), "state_powers", {})
-    for name, value in optimizer.state.get(parameter, {}).items():
-        single = isinstance(value, Tensor) and value.numel() == 1 and parameter.numel() != 1
-        if not isinstance(value, Tensor) or single or name == "step" or name == KEPT_RADIUS:
-            continue
-        if name not in powers or value.shape != parameter.shape:
-            why = f"the unit of {name!r} in the state of {type(optimizer).__name__} is unknown"
-            raise refuse(why, "Balance before the optimizer takes its first step.")
-        if powers[name]:
-            edit.on_undo(partial(_set_state_, optimizer, parameter, name, value.clone()))
-            edit.overwrite_(value, (value.double() / s.pow(powers[name])).to(value.dtype))
-
-
-def _set_state_(optimizer: Optimizer, parameter: nn.Parameter, name: str, before: Tensor) -> None:
-    """Overwrite the present tensor of the state: `load_state_dict` of an optimizer makes new ones."""
-    now = optimizer.state.get(parameter, {}).get(name)
-    if isinstance(now, Tensor) and now.shape == before.shape:
-        Edit.overwrite_(now, before)
 
 
 # --- parameters that no optimizer has yet -------------------------------------------------------------

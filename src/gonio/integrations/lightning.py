@@ -155,6 +155,10 @@ def tracker_callback(tracker: Tracker) -> Any:
     base: Any = _library().Callback
 
     class LightningTracker(base):
+        def on_train_start(self, trainer: Any, *rest: Any) -> None:
+            if tracker.training is not None:  # the optimizer of a resumed training counts on
+                tracker.step(trainer.global_step)
+
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
             if trainer.global_step:  # 0 until the first accumulated step
                 tracker.step(trainer.global_step)

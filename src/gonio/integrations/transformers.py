@@ -141,6 +141,10 @@ def tracker_callback(tracker: Tracker) -> Any:
     base: Any = _callback_class("tracker_callback()")
 
     class TransformersTracker(base):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if tracker.training is not None:  # the optimizer of a resumed training counts on
+                tracker.step(state.global_step)
+
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             tracker.step(state.global_step)
 

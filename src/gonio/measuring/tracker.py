@@ -112,8 +112,8 @@ class Tracker:
         heads: for "attention", each recorded step with what each head attends to.
         left_out: of each divided weight, why figures are absent; empty without one.
         findings: what the rules of :func:`gonio.measure` found in single weights, such as filters that collapse onto
-            one direction, each with the step at which it was first seen; not with `figures="training"`. For
-            "attention", also what they found in heads.
+            one direction, each with the step at which it was first seen; with `figures="training"` only weights that
+            are not finite, whose rows then have `nonfinite`. For "attention", also what they found in heads.
 
     Raises:
         InvalidArgumentError: if `every` is not positive, or for an object that is not a logger or not an optimizer of
@@ -186,6 +186,7 @@ class Tracker:
         self._histograms: dict[str, Histogram] | None = {} if histograms else None
         self._drawers = _drawers(loggers, figures) if histograms else []
         self._step = self._measured = self._turn = 0
+        self._stride = 1
         self._one, self._only_training = copies == "one", figures == "training"
         self.rows: list[dict[str, Any]] = []
         self.heads: list[tuple[int, HeadLogits]] = []
@@ -194,9 +195,9 @@ class Tracker:
         self._counts = dict.fromkeys(map(id, optimizers), 0)
         self._pause, self._due, self._began = pause, False, dict.fromkeys(self._counts, -inf)
         self._failed, self._gather = False, gather
+        self._lacking: set[int] = set()  # loggers whose first error was reported
         self.left_out: dict[str, str] = {}
-        self._ends = []
-        self._optimizers = [type(each).__name__ for each in optimizers]
+        self._ends, self._optimizers = [], [type(each).__name__ for each in optimizers]
         refer = referrer(model)
         self._versions = [(refer(p), p._version) for p in model.parameters() if not p.is_inference()]
         for each in optimizers:
@@ -217,14 +218,19 @@ class Tracker:
         A tracker that was given the optimizer counts by itself; then only a number has an effect, on later steps.
 
         Args:
-            number: of the step, if it is counted elsewhere. A number that was measured before is not measured again.
+            number: of the step, if it is counted elsewhere; with several optimizers it has no effect. Where numbers
+                leave out a multiple of `every`, the next one is measured. A number that was measured before is not
+                measured again.
         """
         if self.training is not None:
             if number is not None and len(self._counts) == 1:
                 self._counts = dict.fromkeys(self._counts, number)
             return
-        self._step = self._step + 1 if number is None else number
-        if self._step % self._every == 0 and self._step != self._measured:
+        before = self._step
+        self._step = before + 1 if number is None else number
+        self._stride = max(1, self._step - before) if before else 1  # a trainer may count several optimizers
+        passed = self._step // self._every > before // self._every if before else self._step % self._every == 0
+        if passed and self._step != self._measured:
             self.measure()
         self._expect()
 
@@ -238,7 +244,7 @@ class Tracker:
         """Observe attention if the next step is recorded."""
         if self._attention is not None:
             steps = self._counts.values() if self.training is not None else [self._step]
-            if any((step + 1) % self._every == 0 for step in steps):
+            if any((step + self._stride) // self._every > step // self._every for step in steps):
                 self._attention.begin_()
 
     def _with_attention(self, found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -364,7 +370,7 @@ class Tracker:
         self._step = self._measured = self._counts[id(optimizer)]
         if self.training is not None and self._due:
             taken = self.training.take(optimizer)
-            measured = {} if self._only_training else self._measure([entry for entry, _ in taken])
+            measured = self._measured_with(taken)
             found = {entry.path: measured.get(entry.path, {}) | figures for entry, figures in taken}
             states = findings_by(STATE_RULES, ((row, row.path) for row in self.training.state_rows()))
             self._keep(one for one in states if one.level != "info")
@@ -372,17 +378,36 @@ class Tracker:
                 self._record(self._step, self._with_attention(found))
         self._expect()
 
+    def _measured_with(self, taken: Sequence[tuple[TensorEntry, dict[str, float]]]) -> dict[str, dict[str, float]]:
+        """The figures of weights beside those of a step; with those of the training only where a weight diverged."""
+        if not self._only_training or self.training is None:
+            return self._measure([entry for entry, _ in taken])
+        diverged = [entry for entry, _ in taken if entry.path in self.training.diverged]
+        measured = self._measure(diverged) if diverged else {}
+        return {path: {"nonfinite": row["nonfinite"]} for path, row in measured.items() if "nonfinite" in row}
+
     def _record(self, step: int, found: Mapping[str, dict[str, float]]) -> None:
         if _first():
             self.rows += ({"step": step, "layer": layer, **row} for layer, row in found.items())
-            for send in self._senders:
-                send(step, found)
-            for draw in self._drawers:
-                draw(step, dict(self._histograms or {}))
+            sends: list[Callable[[], object]] = [partial(send, step, found) for send in self._senders]
+            sends += [partial(draw, step, dict(self._histograms or {})) for draw in self._drawers]
             if self._live is not None and any("rotation" in row for row in self.rows):
-                self._live.renew(partial(self._page, whole=True, refresh=SECONDS))
+                sends.append(partial(self._live.renew, partial(self._page, whole=True, refresh=SECONDS)))
+            for place, send in enumerate(sends):
+                self._shielded(place, send, step)
         if self._histograms is not None:
             self._histograms.clear()
+
+    def _shielded(self, place: int, send: Callable[[], object], step: int) -> None:
+        """Send to a logger; its first error becomes a warning, because it must not end the training."""
+        try:
+            send()
+        except Exception as error:
+            if place not in self._lacking:
+                self._lacking.add(place)
+                text = f"Tracker: a logger or the page lacks step {step}: {type(error).__name__}: {error}. "
+                text += "Tracker.rows has it. Further errors of the same logger are not reported."
+                warnings.warn(text, GonioWarning, stacklevel=2)
 
     def to_frame(self) -> Any:
         """The rows as a `pandas.DataFrame`.
@@ -482,7 +507,7 @@ def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:
         InvalidArgumentError: for any other object, and for an existing CSV file with other columns.
     """
     if isinstance(logger, (str, os.PathLike)):
-        return _to_csv(_csv_path(Path(logger)), figures)
+        return _to_csv(_csv_path(Path(logger)).absolute(), figures)
     if not isinstance(logger, logging.Logger):  # whose log() takes a level and a text
         for name, send in _METHODS.items():
             method = getattr(logger, name, None)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Follower, Ref, follow_
-from gonio.editing.steps import KEPT_RADIUS, parameter_ids, watch
+from gonio.editing.optimizer_states import KEPT_RADIUS
+from gonio.editing.steps import parameter_ids, watch
 from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing
 from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_

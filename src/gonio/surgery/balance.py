@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, move_state_
+from gonio.editing.optimizer_states import move_state_
+from gonio.editing.steps import check_optimizer
 from gonio.editing.where import refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.messages import fixed, joined, say

@@ -269,7 +269,7 @@ def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
         raise InvalidArgumentError(
             f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)}, "
             "and its outputs must fit the task's loss",
-            f"{type(error).__name__}: {error}",
+            f"{type(error).__name__}: {error}".rstrip("."),
             "Choose a model for such inputs and targets.",
         ) from error
     return outputs

@@ -226,6 +226,7 @@ class LoaderSet(_Unloaded):
         self._make = make
 
     def __len__(self) -> int:
+        self.steps(1, smallest=1)  # says what a data set without a length needs
         return len(self._loader(1).dataset)  # type: ignore[arg-type]
 
     def shuffled(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.editing.steps import state_powers
+from gonio.editing.optimizer_states import state_powers
 from gonio.execution import one_thread
 from gonio.geometry.blocks import count_nonfinite, row_norms
 from gonio.geometry.norms import widen

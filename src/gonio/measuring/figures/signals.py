@@ -18,6 +18,7 @@ from gonio.execution import several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
 from gonio.measuring.private_torch import tree_leaves
+from gonio.messages import say
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
@@ -103,7 +104,23 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
     zero = [m for m, s in forward if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
     dead = [backward[module].node for module in zero if module in backward]
     signals = [_joined(s, backward[m], dead) if m in backward else s for m, s in forward]
-    return tuple(signals), (f"Gradients were not measured: {why}.",) if why else ()
+    return tuple(signals), (*_notes(signals), *((f"Gradients were not measured: {why}.",) if why else ()))
+
+
+def _notes(signals: Sequence[Signal]) -> list[str]:
+    """What the figures of signals leave out: values that are not finite, or everything."""
+    if not signals:
+        return [say("Outputs were not measured: no layer had one with values on this batch.")]
+    broken = [signal for signal in signals if signal.nonfinite]
+    if not broken:
+        return []
+    told = {"count": len(broken), "of": len(signals), "path": broken[0].path or say("the model")}
+    return [
+        say(
+            "On this batch {count} of {of} layers have outputs that are NaN or infinite; the first of them is {path}.",
+            **told,
+        )
+    ]
 
 
 def _passes_on(module: nn.Module, found: Mapping[nn.Module, Signal], backward: Mapping[nn.Module, Gradient]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gonio.editing.steps import state_powers
+from gonio.editing.optimizer_states import state_powers
 from gonio.errors import listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, clean_names

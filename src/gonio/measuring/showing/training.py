@@ -180,9 +180,11 @@ class LivePage:
         began = self._clock()
         if began < self._due:
             return False
-        self.write(make())
-        ended = self._clock()
-        self._due = ended + max(SECONDS, (ended - began) / _SHARE)
+        try:
+            self.write(make())
+        finally:  # also if the disk is full
+            ended = self._clock()
+            self._due = ended + max(SECONDS, (ended - began) / _SHARE)
         return True
 
     def write(self, text: str) -> None:
@@ -203,4 +205,4 @@ def checked_page(page: str | os.PathLike[str], optimizer: object) -> Path:
         raise InvalidArgumentError("Tracker(page=) is written into a folder", f"no folder {path.parent}", "Create it.")
     if optimizer is None:
         raise InvalidArgumentError("Tracker(page=) shows steps with optimizer=", "none", "Pass the optimizer.")
-    return path
+    return path.absolute()  # a program may change its folder while it trains

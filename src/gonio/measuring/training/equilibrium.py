@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gonio.editing.steps import of_kind
+from gonio.editing.optimizer_states import of_kind
 from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 from gonio.geometry.norms import whole
 from gonio.measuring.figures.moments import denominator

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.steps import parameter_ids, real_optimizers
+from gonio.editing.steps import computes_gradients, parameter_ids, real_optimizers
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import matrix_view
 from gonio.measuring.figures.moments import Moments, StateMeasurement, StateSums, state_row, state_sums
@@ -85,12 +85,14 @@ class StepFigures:
     Attributes:
         invariant: paths of the layers whose weights are scale-invariant; None if the model cannot be traced.
         predictions: the latest one of each layer.
+        diverged: paths of the layers whose weights are not finite before or after the latest step.
     """
 
     def __init__(self, model: nn.Module, also: Also) -> None:
         graph = trace(model, training=True)
         self.invariant = None if graph.reason else graph.scale_invariant
         self.predictions: dict[str, Equilibrium] = {}
+        self.diverged: frozenset[str] = frozenset()
         self._model, self._also = model, frozenset(also)
         self._copies: list[tuple[TensorEntry, Tensor]] = []
         self._initial: dict[str, Tensor] = {}
@@ -104,8 +106,8 @@ class StepFigures:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [entry for entry in entries if any(id(p) in held for p in parameters(entry))]
         self._copies = [(entry, weight.detach().clone()) for entry in mine if (weight := entry.read()) is not None]
-        if "gradient" in self._also:
-            self._gradients = {entry.path: _squares_of_gradients(parameters(entry)) for entry in mine}
+        if "gradient" in self._also and not computes_gradients(optimizer):  # some optimizers change it in their step
+            self._keep_gradients(mine, parameters, optimizer)
         if "initial_angle" in self._also:
             for entry, weight in self._copies:
                 if entry.path not in self._initial:
@@ -121,6 +123,8 @@ class StepFigures:
         waiting: list[tuple[TensorEntry, dict[str, Sums], Equilibrium, float | None]] = []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._states = {}
+        if "gradient" in self._also and computes_gradients(optimizer):
+            self._keep_gradients([entry for entry, _ in self._copies], parameters, optimizer)
         while self._copies:
             entry, before = self._copies.pop(0)
             after = entry.read()
@@ -132,9 +136,20 @@ class StepFigures:
                 sums |= self._sums_of_state(entry, largest, optimizer, groups[id(largest)], total)
                 waiting.append((entry, sums, _prediction(optimizer, largest, rate), rate))
         total.reduce()
+        self.diverged = frozenset(entry.path for entry, sums, *_ in waiting if not sums["step"]().isfinite().all())
         if not any(float(sums["step"]()[1]) for _, sums, _, _ in waiting):  # NaN counts as a change
             return []
         return [(entry, self._figures(entry, sums, prediction, rate)) for entry, sums, prediction, rate in waiting]
+
+    def _keep_gradients(
+        self, entries: Sequence[TensorEntry], parameters: Callable[[TensorEntry], list[Tensor]], optimizer: Optimizer
+    ) -> None:
+        """The squares of the gradients, without the factor that a gradient scaler leaves to a fused optimizer."""
+        scale = getattr(optimizer, "grad_scale", None)  # set by torch's scaler while the optimizer steps
+        factor = 1.0 if scale is None else float(scale) ** -2
+        for entry in entries:
+            found = _squares_of_gradients(parameters(entry))
+            self._gradients[entry.path] = [(like, factor * squares) for like, squares in found]
 
     def _sums(self, entry: TensorEntry, before: Tensor, after: Tensor, total: ShardSums) -> dict[str, Sums]:
         """The sums of one step, of its rows and of the gradient, added later."""

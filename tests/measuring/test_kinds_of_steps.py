@@ -1,0 +1,117 @@
+"""The tracker at steps of every kind: with a closure, with a gradient scaler, of a class that calls its base class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from gonio.measuring.training.steps import Also
+
+Norms = list[float]
+GRADIENT: Also = ["gradient"]
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def gradient_norms(tracker: gonio.Tracker) -> Norms:
+    return [row["gradient_norm"] for row in tracker.rows]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_the_gradient_of_a_closure_is_that_of_the_same_step(to_none: bool) -> None:
+    """As in Lightning: the closure computes the gradient after the step has begun."""
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, also=GRADIENT, figures="training")
+    expected: Norms = []
+
+    def closure() -> float:
+        optimizer.zero_grad(set_to_none=to_none)
+        loss = model(torch.randn(5, 4)).square().sum()
+        loss.backward()
+        assert model.weight.grad is not None
+        expected.append(float(model.weight.grad.double().norm()))
+        return loss.item()
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert gradient_norms(tracker) == pytest.approx(expected)
+
+
+class Centralising(torch.optim.SGD):
+    """Changes the gradient itself, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.sub_(p.grad.mean())
+        return super().step(closure)
+
+
+def test_the_gradient_is_that_with_which_an_optimizer_begins() -> None:
+    model = layer()
+    optimizer = Centralising(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, also=GRADIENT, figures="training")
+    model(torch.randn(5, 4)).square().sum().backward()
+    assert model.weight.grad is not None
+    expected = float(model.weight.grad.double().norm())
+    optimizer.step()
+    assert gradient_norms(tracker) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+def test_the_gradient_of_a_fused_step_is_without_the_scale(unscale: bool) -> None:
+    model = layer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, also=GRADIENT, figures="training")
+    scaler.scale(model(torch.randn(5, 4)).square().sum()).backward()
+    assert model.weight.grad is not None
+    expected = float(model.weight.grad.double().norm()) / 1024
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert gradient_norms(tracker) == pytest.approx([expected])
+
+
+class Renamed(torch.optim.SGD):
+    """Calls the step of its base class, around which torch calls the hooks of a step once more."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("schedule", ["none", "before", "after"])
+def test_the_step_of_a_class_that_calls_that_of_its_base_is_one_step(schedule: str) -> None:
+    model = layer()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from the first one on, torch reports the steps of its class
+    optimizer = Renamed(model.parameters(), lr=0.1)
+    if schedule == "before":
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+    held = gonio.hold_(model, optimizer, step="fixed")
+    norm = float(model.weight.detach().norm())
+
+    def interrupted() -> float:
+        raise KeyboardInterrupt("by hand")
+
+    for number in range(4):
+        if number == 1 and schedule == "after":
+            torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        if number == 2:
+            with pytest.raises(KeyboardInterrupt, match="by hand"):
+                optimizer.step(interrupted)
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+    assert [row["step"] for row in tracker.rows] == [1, 2, 4, 5]  # the third one was interrupted
+    assert all(0 < row["rotation"] < 0.11 for row in tracker.rows)
+    assert float(model.weight.detach().norm()) == pytest.approx(norm)
+    held.undo_()
