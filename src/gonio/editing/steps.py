@@ -59,8 +59,8 @@ def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
         if not isinstance(each, Optimizer) or not getattr(type(each).step, "hooked", False):
             raise InvalidArgumentError(
                 f"{verb} needs an optimizer whose steps can be observed",
-                f"{with_article(type(each).__name__)}, which neither calls Optimizer.__init__ nor contains an optimizer of its "
-                "parameters",
+                f"{with_article(type(each).__name__)}, which neither calls Optimizer.__init__ nor contains an "
+                "optimizer of its parameters",
                 "Pass the torch.optim.Optimizer whose step() changes the weights.",
             )
     return tuple(found)

@@ -60,9 +60,7 @@ class Muon(Optimizer):
     """
 
     per_parameter = ("blocks",)  # the options of a group with one value for each of its parameters
-    state_powers: ClassVar[Mapping[str, int]] = {
-        "momentum_buffer": 1
-    }  # as gonio.editing.optimizer_states.move_state_ reads it
+    state_powers: ClassVar[Mapping[str, int]] = {"momentum_buffer": 1}  # as editing.optimizer_states reads it
 
     def __init__(
         self,
