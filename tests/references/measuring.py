@@ -149,6 +149,7 @@ CASES: dict[str, tuple[Tensor | dict[str, Tensor], Tensor | dict[str, Tensor]]] 
     "G103": (with_(lambda w: w[5].mul_(1e-4)), with_(lambda w: w[5].mul_(0.01))),
     "G104": (with_(lambda w: w[5].mul_(20)), with_(lambda w: w[5].mul_(5))),
     "G105": (variances(1.0, -1e-9), variances(1.0, 0.0)),
+    "G107": (variances(0.0, 0.0), variances(1.0, 0.0)),
     "G201": (weight() + 2, weight() + 0.2),
     "G202": (with_(lambda w: w[5].copy_(-2 * w[6] + 0.1 * w[7])), with_(lambda w: w[5].add_(w[6]))),
     "G203": (with_(lambda w: w[5].copy_(-2 * w[6])), with_(lambda w: w[5].copy_(w[6] + 1e-2 * w[7]))),

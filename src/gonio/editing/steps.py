@@ -282,20 +282,21 @@ def computes_gradients(optimizer: Optimizer) -> bool:
 
 
 def _before_step(optimizer: Optimizer, given: Sequence[Any], named: Mapping[str, Any]) -> None:
-    if _may_nest(type(optimizer)):  # type: ignore[arg-type]
-        _end_with_step_(optimizer)
-        _DEPTHS[optimizer] = _DEPTHS.get(optimizer, 0) + 1
-        if _DEPTHS[optimizer] > 1:
-            return
-    closes = any(map(callable, (*given[1:], *named.values())))  # torch gives the optimizer itself first
-    (_WITH_CLOSURE.add if closes else _WITH_CLOSURE.discard)(optimizer)
+    if not torch.compiler.is_compiling():  # it follows neither caches nor weak references
+        if _may_nest(type(optimizer)):  # type: ignore[arg-type]
+            _end_with_step_(optimizer)
+            _DEPTHS[optimizer] = _DEPTHS.get(optimizer, 0) + 1
+            if _DEPTHS[optimizer] > 1:
+                return
+        closes = any(map(callable, (*given[1:], *named.values())))  # torch gives the optimizer itself first
+        (_WITH_CLOSURE.add if closes else _WITH_CLOSURE.discard)(optimizer)
     for each in (*_OF_ALL, *_get(optimizer)):
         if each.before is not None:
             each.before(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer in _DEPTHS:
+    if not torch.compiler.is_compiling() and optimizer in _DEPTHS:
         _DEPTHS[optimizer] -= 1
         if _DEPTHS[optimizer] > 0:
             return
@@ -311,22 +312,26 @@ def _may_nest(kind: type) -> bool:
     return len({inspect.unwrap(step) for step in steps}) > 1
 
 
+def _whole_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a `step` that calls another: forgets the depth at its end, also by an exception, without hooks.
+
+    A method, as :func:`_observed_step`.
+    """
+    _DEPTHS.pop(optimizer, None)
+    try:
+        return vars(optimizer)[_PARTS_STEP](*args, **kwargs)
+    finally:
+        _DEPTHS.pop(optimizer, None)
+
+
+_whole_step.__name__ = "step"
+_PARTS_STEP = "_gonio_parts_step"  # the attribute of an optimizer
+
+
 def _end_with_step_(optimizer: Optimizer) -> None:
-    """Forget the depth when the whole step ends, also by an exception, after which torch calls no hook."""
-    original = optimizer.step
-    if hasattr(original, "_gonio_whole"):
-        return
-
-    @functools.wraps(original)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        _DEPTHS.pop(self, None)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _DEPTHS.pop(self, None)
-
-    step._gonio_whole = True  # type: ignore[attr-defined]
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    if _PARTS_STEP not in vars(optimizer):
+        vars(optimizer)[_PARTS_STEP] = optimizer.step
+        optimizer.step = MethodType(_whole_step, optimizer)  # type: ignore[method-assign]
 
 
 # --- parameters that an edit adds or removes --------------------------------------------------------------
