@@ -394,11 +394,11 @@ class Tracker:
             if self._live is not None and any("rotation" in row for row in self.rows):
                 sends.append(partial(self._live.renew, partial(self._page, whole=True, refresh=SECONDS)))
             for place, send in enumerate(sends):
-                self._shielded(place, send, step)
+                self._send(place, send, step)
         if self._histograms is not None:
             self._histograms.clear()
 
-    def _shielded(self, place: int, send: Callable[[], object], step: int) -> None:
+    def _send(self, place: int, send: Callable[[], object], step: int) -> None:
         """Send to a logger; its first error becomes a warning, because it must not end the training."""
         try:
             send()
