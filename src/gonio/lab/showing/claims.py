@@ -103,10 +103,15 @@ def claims_markdown(found: ClaimResults) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+_FLOATS = 16  # LaTeX keeps no more than 18 tables (52 since 2015) that have no place yet
+
+
 def claims_latex(found: ClaimResults) -> str:
     r"""The verdicts, and the scores of the arms of each claim with a caption, as LaTeX with booktabs."""
     lines = claims_table(found).latex()
-    for one in found.tried:
+    for place, one in enumerate(found.tried):
+        if place and place % _FLOATS == 0:
+            lines += ["", r"\clearpage"]
         caption = f"{one.claim.name}: {one.claim.claim} Verdict: {_sentence(one)}"
         table = "\n".join(line for line in arm_table(one).latex() if not line.startswith("%"))
         lines += ["", r"\begin{table}", r"\centering", table, rf"\caption{{{tex_cell(caption)}}}", r"\end{table}"]
