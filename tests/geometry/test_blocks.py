@@ -18,6 +18,7 @@ from gonio.geometry.blocks import (
     column_blocks,
     count_nonfinite,
     frobenius_norm,
+    normal_product,
     products,
     row_blocks,
     row_norms,
@@ -25,6 +26,7 @@ from gonio.geometry.blocks import (
 )
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.lanczos import lanczos_error, largest_singular_value
+from gonio.geometry.norms import computed_in
 from gonio.geometry.pairs import pair_statistics
 from gonio.geometry.spectra import energy_rank, shared_gram, spectrum_estimate
 
@@ -199,6 +201,20 @@ def test_the_iteration_finds_a_value_that_stands_out_and_the_rank_of_few() -> No
     assert largest_singular_value(single, name="x") == pytest.approx(expected, rel=1e-5)
     huge = largest_singular_value(torch.full((300, 400), 3e38), name="x")
     assert huge == pytest.approx(3e38 * sqrt(120_000), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_reading_in_blocks_leaves_a_matrix_as_it_is(dtype: torch.dtype) -> None:
+    """Blocks of a matrix whose dtype needs no conversion are parts of it."""
+    matrix, size = (1e12 * normal(50, 40)).clamp(-6e4, 6e4).to(dtype), 1e15
+    before = matrix.clone()
+    products(matrix, seeded(50, 3, dtype=computed_in(dtype)), scale=size)
+    products(matrix.mT, seeded(40, 3, dtype=computed_in(dtype)), scale=size)
+    normal_product(matrix, seeded(40, dtype=computed_in(dtype)), scale=size)
+    for deep in (True, False):
+        spectrum_estimate(matrix[None], name="x", deep=deep)
+    frobenius_norm(matrix)
+    assert torch.equal(matrix, before)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -117,6 +117,28 @@ def test_intruders_are_those_of_the_full_decomposition(shape: tuple[int, int]) -
         assert len(found.numbers) == {"three new directions": 3, "turned": 10}.get(name, 0), name
 
 
+@pytest.mark.parametrize("place", [0, 5, 9, 10])
+def test_an_intruder_is_found_at_any_place_beside_other_changes(place: int) -> None:
+    """The search starts near the directions of the base, of which the new one is none."""
+    base = decaying(560, 620)
+    values = torch.linalg.svdvals(base)
+    size = float(values[place - 1] + values[place]) / 2 if place else 1.1 * float(values[0])
+    u, v = (torch.nn.functional.normalize(seeded(n, 1, seed=n), dim=0) for n in base.shape)
+    noise = seeded(560, 620, seed=2)
+    for name, more in {"alone": 0.0, "noise": 0.02, "much noise": 0.1}.items():
+        tuned = base + size * u @ v.mT + noise * (more * base.norm() / noise.norm())
+        found, exact = intruder_dimensions(base, tuned), largest_cosines(base, tuned)
+        assert found.numbers == tuple((exact < 0.5).nonzero().flatten().tolist()), name
+        left = torch.linalg.svd(tuned.double())[0][:, :10]
+        assert float(principal_angles(found.top.left, left).sin()[-1]) <= max(2 * found.top.error, 0.01), name
+
+
+def test_more_directions_of_the_base_are_sought_where_one_is_like_none() -> None:
+    made = tunings(560, 600)
+    assert len(intruder_dimensions(made["base"], made["scaled"]).base.values) == 10
+    assert len(intruder_dimensions(made["base"], made["three new directions"]).base.values) == 20
+
+
 def test_the_part_of_the_intruders_is_their_share_of_the_weight() -> None:
     made = tunings(80, 120)
     found = intruder_dimensions(made["base"], made["three new directions"])

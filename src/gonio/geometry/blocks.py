@@ -17,6 +17,7 @@ from torch import Tensor
 from gonio.geometry.norms import computed_in, gram, in_range, least_norm, matrix_vector, normalize
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
+HELD = 5 * 10**7  # entries up to which a matrix that is read tens of times is held in float32
 COSINE_WIDTH = 256  # filters per block of cosines; its square on the diagonal is computed twice
 
 CosineBlock = tuple[int, Tensor, Tensor]
@@ -80,18 +81,22 @@ Stored = Tensor | StoredDifference
 def tiles(matrix: Stored, *, longest: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
     """Blocks of a matrix in float32 at least, each with its first row and first column; rows are cut if too long.
 
-    All blocks share one buffer, so a block is valid until the next one is read.
+    A block is to be read only, until the next one is read: it is a part of the matrix itself where its dtype is that
+    of the blocks, and else one buffer that all blocks share.
     """
     n, d = matrix.shape
     width = max(1, min(d, longest or BLOCK))
     height = max(1, min(n, BLOCK // width))
+    places = [(slice(i, i + height), slice(j, j + width)) for i in range(0, n, height) for j in range(0, d, width)]
+    if isinstance(matrix, Tensor) and matrix.dtype == computed_in(matrix.dtype):
+        yield from ((rows.start, columns.start, matrix[rows, columns]) for rows, columns in places)
+        return
     buffer = torch.empty(height * width, dtype=computed_in(matrix.dtype), device=matrix.device)
-    for top in range(0, n, height):
-        for left in range(0, d, width):
-            place = slice(top, top + height), slice(left, left + width)
-            part = (matrix.after if isinstance(matrix, StoredDifference) else matrix)[place]
-            tile = buffer[: part.numel()].view(part.shape).copy_(part)
-            yield top, left, tile.sub_(matrix.before[place]) if isinstance(matrix, StoredDifference) else tile
+    for place in places:
+        part = (matrix.after if isinstance(matrix, StoredDifference) else matrix)[place]
+        tile = buffer[: part.numel()].view(part.shape).copy_(part)
+        tile = tile.sub_(matrix.before[place]) if isinstance(matrix, StoredDifference) else tile
+        yield place[0].start, place[1].start, tile
 
 
 def row_blocks(matrix: Stored) -> Iterator[tuple[int, Tensor]]:
@@ -110,7 +115,8 @@ def products(matrix: Stored, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, 
     """Wᵀx and W Wᵀx of W/scale for columns x, from one pass over W."""
     images, total = [], torch.zeros_like(x)
     for _, block in column_blocks(matrix):
-        image = block.mT @ x if scale == 1 else block.div_(scale).mT @ x
+        block = block if scale == 1 else block / scale
+        image = block.mT @ x
         images.append(image)
         total.addmm_(block, image)
     return torch.cat(images), total
@@ -120,8 +126,7 @@ def normal_product(matrix: Stored, v: Tensor, *, scale: float = 1.0) -> Tensor:
     """WᵀW v of W/scale for a vector v, from one pass over W."""
     total = torch.zeros_like(v)
     for _, block in row_blocks(matrix):
-        if scale != 1:
-            block.div_(scale)
+        block = block if scale == 1 else block / scale
         total += matrix_vector(block.mT, matrix_vector(block, v))
     return total
 

@@ -32,6 +32,7 @@ GRAM_LIMIT = 1e-11
 
 # Of spectrum_estimate:
 EXACT_WORK = 5e9  # multiply-adds of a Gram matrix up to which all singular values are computed
+EXACT_SIDE = 1024  # and the largest smaller side: its eigenvalues cost more than all else from there on
 DECOMPOSED = 1 << 22  # entries up to which a matrix is held in float64, so that small singular values are exact too
 SMALL = 256  # size of the smaller side up to which its Gram matrix is always computed
 STEPS = 32  # of the Lanczos iteration for larger matrices
@@ -246,7 +247,13 @@ def shared_gram(matrices: Tensor) -> GramMatrix | None:
 
 def _affordable(matrices: Stored) -> bool:
     """Whether small singular values are computed exactly too."""
-    return matrices.numel() <= DECOMPOSED and matrices.numel() * min(matrices.shape[1:]) <= EXACT_WORK
+    return matrices.numel() <= DECOMPOSED and _exact(matrices)
+
+
+def _exact(matrices: Stored) -> bool:
+    """Whether all singular values are computed without being asked for."""
+    small = min(matrices.shape[1:])
+    return small <= EXACT_SIDE and matrices.numel() * small <= EXACT_WORK
 
 
 def spectrum_estimate(
@@ -254,8 +261,9 @@ def spectrum_estimate(
 ) -> SpectrumEstimate:
     """The spectrum of (groups, n, d) with finite entries, in bounded memory.
 
-    Up to :data:`EXACT_WORK` multiply-adds, or with `deep`, all singular values; else the largest by
-    :func:`largest_singular_value`. Memory is bounded by one block and the Gram matrix of the smaller side.
+    All singular values up to :data:`EXACT_WORK` multiply-adds and a smaller side of :data:`EXACT_SIDE`, or with `deep`;
+    else the largest by :func:`largest_singular_value`. Memory is bounded by one block and the Gram matrix of the
+    smaller side.
 
     `name` seeds the iteration; `gram` is the :func:`shared_gram` of these matrices, if it is known.
     """
@@ -263,7 +271,7 @@ def spectrum_estimate(
     if _affordable(matrices):
         held = matrices[...] if isinstance(matrices, StoredDifference) else matrices
         values = _all_values(held, gram or shared_gram(held))
-    elif deep or small <= SMALL or matrices.numel() * small <= EXACT_WORK:
+    elif deep or small <= SMALL or _exact(matrices):
         values = torch.cat([_values_by_blocks(matrix) for matrix in matrices]).sort().values
     else:
         found = [largest_singular_value(matrix, name=f"{name}/{i}", steps=STEPS) for i, matrix in enumerate(matrices)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.geometry import Layout, matrix_view, principal_angles
-from gonio.geometry.blocks import Stored, StoredDifference, frobenius_norm
+from gonio.geometry.blocks import HELD, Stored, StoredDifference, frobenius_norm
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
@@ -24,7 +24,6 @@ MATRICES = 16  # of one weight, at most, whose directions are compared
 FIRST = 3  # directions, the largest, among which a random change seldom makes intruders
 CLEAR = 0.8  # share of the threshold that the chance level of a cosine may reach, so that intruders can be told
 BLOCK = 1 << 18  # entries converted to float64 at once: 2 MiB, which stay in the cache
-HELD = 5 * 10**7  # entries up to which a change is held while its ranks are computed, which read it tens of times
 ROTATION = 0.1  # share of the change of a random difference below which the filters' products are preserved
 LOW_RANK = 0.5  # share of the stable rank of a random change up to which a change is of low rank
 RADIAL = 0.2  # largest angle of a filter, over the relative change, below which a change is one of norms
@@ -245,7 +244,7 @@ def _products(change: StoredDifference, norm: float, moved: float, name: str) ->
     share = moved / norm
     for one in change:
         old, delta = one.before[rows].to(one.dtype) / norm, one[rows] / moved
-        half = share * (old @ delta.mT) + 0.5 * share**2 * (delta @ delta.mT)
+        half = (share * old).add_(delta, alpha=0.5 * share**2) @ delta.mT
         difference += float((half + half.mT).double().square().sum())
         own += float((old @ old.mT).double().square().sum())
         kept += float(torch.linalg.vector_norm(old, dtype=torch.float64)) ** 2
