@@ -1,16 +1,16 @@
 """What checking, measuring and comparing large checkpoints costs: measured on synthetic folders, and beyond by the law.
 
-    python -m benchmarks.large_checkpoints [folder]            7 to 10 minutes on two quiet cores, 6 GB of disk
+    python -m benchmarks.large_checkpoints [folder]            10 minutes on two quiet cores, 6 GB of disk
     python -m benchmarks.large_checkpoints --quick [folder]    seconds; the result is not written
 
 A folder has the tensors of a decoder-only transformer in bfloat16, in shards with an index, with falling singular
 values as trained ones have them; a second one has a dense change of 2 %. Each command runs in a process of its own,
 whose peak of resident memory the kernel keeps; pages of the files are dropped from memory before.
 
-The law is t = a + bP seconds of processors for P parameters: tensors are computed independently, and no figure depends
-on two layers. On c cores of each of n machines a command takes a + max(bP/(c·n·e), b · largest tensor, bytes/(n·disk)),
-with e the seconds of one process over those of several. Memory of a process is a line in the size of the largest
-tensor, whatever the number of layers.
+The law is t = a + bP seconds of processors for P parameters of wide models: tensors are computed independently, and no
+figure depends on two layers. On c cores of each of n machines a command takes
+a + max(bP/(c·n·e), b · largest tensor, bytes/(n·disk)), with e the seconds of one process over those of several. Memory
+of a process is a line in the size of the largest tensor, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -80,7 +80,14 @@ class Decoder:
         return max(prod(shape) for _, shape in self.tensors())
 
 
-MEASURED = (Decoder(1), Decoder(2), Decoder(4), Decoder(1, width=8192, hidden=22016, keys=1024))
+WIDE = 4096  # width of the narrowest model of the law: of narrower ones all filters are compared with each other
+MEASURED = (
+    Decoder(16, width=1536, hidden=4096, keys=1536),
+    Decoder(1),
+    Decoder(2),
+    Decoder(4),
+    Decoder(1, width=8192, hidden=22016, keys=1024),
+)
 QUICK = (Decoder(1, 256, 688, 256, 2000), Decoder(2, 256, 688, 256, 2000), Decoder(1, 512, 1376, 64, 2000))
 WANTED = {  # of Llama 3, and of a mixture of experts as wide as DeepSeek's V3
     "70 B": Decoder(80, 8192, 28672, 1024, 128256),
@@ -261,7 +268,8 @@ def _decoder(row: Mapping[str, Any]) -> Decoder:
 
 
 def laws(found: Mapping[str, Any]) -> dict[str, Law]:
-    return {work: Law.of([row for row in found["rows"] if row["work"] == work]) for work in WORKS}
+    rows = [row for row in found["rows"] if found["quick"] or row["width"] >= WIDE]
+    return {work: Law.of([row for row in rows if row["work"] == work]) for work in WORKS}
 
 
 # --- the tables -----------------------------------------------------------------------------------------------------

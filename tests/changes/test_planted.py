@@ -77,6 +77,19 @@ def test_equal_filters_and_blocks_of_several_matrices_can_be_reordered() -> None
     assert found["c"].entries_changed == conv.numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_square_weight_that_is_transposed_is_named(dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 40).to(dtype)
+    form, codes = named(weight.mT.contiguous(), weight)
+    assert form == "transposed"
+    assert codes[-1] == "G507"  # after those of a change that is larger than its base
+    symmetric = weight + weight.mT
+    assert named(symmetric.mT.contiguous(), symmetric) == ("equal", [])
+    almost = weight.mT.contiguous()
+    almost[3, 7] = 1
+    assert named(almost, weight)[0] != "transposed"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_an_error_on_their_layer(value: float) -> None:
     weight = torch.randn(4, 5)

@@ -61,7 +61,7 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
     C("norm_ratio", "norm ratio", "median over filters of the norm after over before", 10),
     C("angle_mean", "angle", "between each filter before and after: mean", 6, figures("{:.1f}°", "angle_mean")),
     C("angle_max", "largest", "the largest of these angles", 7, figures("{:.1f}°", "angle_max")),
-    C("form", "form", "of the change: rounded, pruned, reordered, scaled, gains, rotation, rank r (low), full", 9,
+    C("form", "form", "of the change: rounded, pruned, reordered, transposed, scaled, gains, rotation, rank r (low), full", 9,
       lambda t: t.form or "–"),
     C("intruders", "intr.", "of the 10 top directions after, those unlike any before · after a random change", 6,
       _intruders),

@@ -61,6 +61,7 @@ class TensorDifference:
             random subspaces.
         entries_changed: number of entries that differ. `entries_zeroed`: of them, those that are 0 after.
         reordered: number of filters at other places, if those after are those before in another order; else 0.
+        transposed: whether a square matrix after is the transpose of that before.
         rounded: whether one side is the other one rounded to its dtype, so that nothing else changed.
     """
 
@@ -96,6 +97,7 @@ class TensorDifference:
     entries_changed: int | None = None
     entries_zeroed: int | None = None
     reordered: int | None = None
+    transposed: bool = False
     rounded: bool = False
 
     def __repr__(self) -> str:
@@ -107,7 +109,7 @@ class TensorDifference:
         """The change in a word or two; empty without filters, but for `rounded`.
 
         `equal`, `rounded` (to another dtype, and nothing else changed), `pruned` (entries became 0 and no other
-        changed), `reordered` (the same filters at other places), `scaled` (all filters alike), `gains` (each filter by
+        changed), `reordered` (the same filters at other places), `transposed`, `scaled` (all filters alike), `gains` (each filter by
         its own factor), `rotation`, `rank r`, `full`.
         """
         if self.rounded:
@@ -118,6 +120,8 @@ class TensorDifference:
             return "pruned"
         if self.reordered:
             return "reordered"
+        if self.transposed:
+            return "transposed"
         if self.angle_max is not None and radians(self.angle_max) < RADIAL * (self.relative or 0.0):
             return "scaled" if self._uniform else "gains"
         if self.gram_change is not None and self.gram_change < ROTATION * (self.gram_change_random or 0.0):
@@ -150,6 +154,7 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
         rows = change.flatten(0, 1)
         values |= _turned(rows) | _ranks(change[...] if change.numel() <= HELD else change, moved, name)
         values["reordered"] = _reordered(rows.before, rows.after)
+        values["transposed"] = before.ndim == 2 and before.shape == after.mT.shape and torch.equal(before, after.mT)
         values |= _products(change, norm, moved, name)
         if values.get("intruders"):
             chance = _intruders_by_chance(bases, views[0], moved, name)

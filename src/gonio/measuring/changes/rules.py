@@ -107,6 +107,11 @@ def _reordered(t: TensorDifference) -> str | None:
     )
 
 
+@rule("G507", TENSOR_RULES)
+def _transposed(t: TensorDifference) -> str | None:
+    return say("it is the transpose of the square matrix in the base") if t.transposed else None
+
+
 @rule("G506", TENSOR_RULES)
 def _zeroed(t: TensorDifference) -> str | None:
     zeroed, entries = t.entries_zeroed or 0, prod(t.shape)
