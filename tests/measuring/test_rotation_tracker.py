@@ -141,6 +141,26 @@ def test_a_fused_step_that_changes_nothing_has_no_row() -> None:
     assert tracker.rows == []
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_steps_that_a_scaler_skips_inside_a_fused_optimizer_are_not_counted(every: int) -> None:
+    """As without `fused`, where a skipped step does not reach the optimizer."""
+    rows = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        opt = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        tracker = gonio.Tracker(model, optimizer=opt, every=every, figures="training")
+        for number in range(14):
+            opt.zero_grad()
+            loss = model(torch.ones(1, 3)).sum() * (torch.inf if number in (0, 3, 4, 8) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+        rows.append([row["step"] for row in tracker.rows])
+    assert rows[0] == rows[1] == list(range(every, 11, every))
+
+
 def test_accumulated_gradients_are_one_step() -> None:
     model, opt, tracker = watched()
     for micro in range(6):

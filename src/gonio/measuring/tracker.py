@@ -193,6 +193,7 @@ class Tracker:
         self.findings: list[tuple[int, Finding]] = []
         self.training = StepFigures(model, also) if optimizers else None
         self._counts = dict.fromkeys(map(id, optimizers), 0)
+        self._skipped: dict[int, int | Tensor] = dict.fromkeys(self._counts, 0)  # of these counts, not yet taken off
         self._pause, self._due, self._began = pause, False, dict.fromkeys(self._counts, -inf)
         self._failed, self._gather = False, gather
         self._lacking: set[int] = set()  # loggers whose first error was reported
@@ -354,10 +355,24 @@ class Tracker:
         ]
         return training_page(self.rows, self.rotations, found, whole=whole, refresh=refresh)
 
+    def _multiple(self, optimizer: Optimizer) -> bool:
+        """Count a step, and whether it is an `every`-th one, without those that a scaler lets a fused optimizer skip.
+
+        Whether it is skipped is known on the device alone, so that it is read only where it matters.
+        """
+        key, overflow = id(optimizer), getattr(optimizer, "found_inf", None)  # set by torch's scaler around the step
+        self._counts[key] += 1
+        if overflow is not None:
+            self._skipped[key] = self._skipped[key] + (overflow > 0).long()
+        if self._counts[key] % self._every:
+            return False
+        skipped, self._skipped[key] = int(self._skipped[key]), 0
+        self._counts[key] -= skipped
+        return not self._counts[key] % self._every and not (skipped and overflow is not None and bool(overflow))
+
     def _before(self, optimizer: Optimizer) -> None:
-        self._counts[id(optimizer)] += 1
         now = time.monotonic() if self._pause else 0.0
-        self._due = self._counts[id(optimizer)] % self._every == 0 and now - self._began[id(optimizer)] >= self._pause
+        self._due = self._multiple(optimizer) and now - self._began[id(optimizer)] >= self._pause
         if self.training is not None and self._due:
             self._began[id(optimizer)] = now
             entries = self._entries()

@@ -109,8 +109,8 @@ class TensorDifference:
         """The change in a word or two; empty without filters, but for `rounded`.
 
         `equal`, `rounded` (to another dtype, and nothing else changed), `pruned` (entries became 0 and no other
-        changed), `reordered` (the same filters at other places), `transposed`, `scaled` (all filters alike), `gains` (each filter by
-        its own factor), `rotation`, `rank r`, `full`.
+        changed), `reordered` (the same filters at other places), `transposed`, `scaled` (all filters alike), `gains`
+        (each filter by its own factor), `rotation`, `rank r`, `full`.
         """
         if self.rounded:
             return "rounded"
