@@ -154,14 +154,31 @@ def models(*, quick: bool) -> Iterator[Row]:
     if quick:
         cases = {"tiny ResNet": lambda: ResNet50(4, (1, 1), 3)}
     for case, build in cases.items():
-        peers = [_on_model("gonio", build, gonio.measure)]
+        peers = [_on_model("gonio", build, gonio.measure), _eigenvalues(build)]
         if importlib.util.find_spec("weightwatcher") is not None:
             peers.append(_on_model("WeightWatcher", build, analysed, slow=True))
         yield Row(case, "F", _on_model("Gram", build, _all_grams), tuple(peers), "models")
 
 
-def _all_grams(model: nn.Module) -> object:
+def _all_grams(model: nn.Module) -> list[Tensor]:
     return grams([p.detach().flatten(1) for p in model.parameters() if p.ndim > 1])
+
+
+def _eigenvalues(build: Callable[[], nn.Module]) -> Candidate:
+    """Of the matrices of the floor, which are known: what all singular values cost beside it."""
+
+    def make() -> Operation:
+        torch.manual_seed(0)
+        known = _all_grams(build())
+
+        def operation() -> Sequence[Tensor]:
+            for gram in known:
+                torch.linalg.eigvalsh(gram)
+            return []
+
+        return operation
+
+    return Candidate("their eigenvalues", make)
 
 
 def analysed(model: nn.Module) -> object:
