@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from gonio.editing.twin import evaluating, set_tensors_
 from gonio.editing.where import is_sharded
-from gonio.execution import several_ranks
+from gonio.execution import derivatives, several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
 from gonio.measuring.private_torch import tree_leaves
@@ -317,7 +317,7 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
             draws = [torch.randn(t.shape, generator=generator(0, "cotangent", i)) for i, t in enumerate(roots)]
             inputs = [*hooks.sources, *(p for p in model.parameters() if p.requires_grad)]
             along = [d.to(t) for d, t in zip(draws, roots, strict=True)]
-            found = torch.autograd.grad(roots, inputs, along, allow_unused=True)
+            found = derivatives(roots, inputs, along, allow_unused=True)
             learn = {id(p) for p, g in zip(inputs, found, strict=True) if g is not None and bool((g != 0).any())}
             for layer, gradient in hooks.found.items():
                 gradient.trains = any(id(p) in learn for p in layer.parameters())
