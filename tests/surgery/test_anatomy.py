@@ -373,6 +373,9 @@ ADVERSARIAL: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "values of the wrong head": lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v.mean(1, keepdim=True).expand_as(v),
     "queries that are keys": lambda m, q, k, v: (q @ q.mT).softmax(-1) @ v,
     "queries that are values": lambda m, q, k, v: (q @ k.mT).softmax(-1) @ q,
+    "shares in a sum that is no product of two matrices": lambda m, q, k, v: torch.einsum(
+        "...ij,...jd->...id", (q @ k.mT).softmax(-1), v
+    ),
     "keys without a layer": lambda m, q, k, v: (q @ torch.eye(5, 4).expand_as(k).mT).softmax(-1) @ v,
     "a constant mixture": lambda m, q, k, v: torch.eye(5).softmax(-1) @ v,
     "a recurrence": lambda m, q, k, v: (q * k).cumsum(2) * v,

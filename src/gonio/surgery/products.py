@@ -118,6 +118,8 @@ class Products(TorchFunctionMode):
             return
         labels = [self._labels.get(id(t)) for t in pair]
         left, right, order = (pair[0], pair[1].mT, ()) if name != "einsum" else _spelled(args[0], *pair)
+        if left.ndim < 2:  # of shares, whose values stay unknown
+            return
         for label, shares, other in ((labels[0], left, right), (labels[1], right, left)):
             if label is not None and label[1] == "shares" and label[2].value is None:
                 if _of_queries(shares):
@@ -125,7 +127,7 @@ class Products(TorchFunctionMode):
                 label[2].value, label[2].out = other.mT, out
                 self.valued(label[2])
                 return
-        if all(label is None or label[1] == "logits" for label in labels) and left.ndim >= 2:  # of blocks before
+        if all(label is None or label[1] == "logits" for label in labels):  # of blocks before
             made = Product(self.stack[-1], left, right, order=order, stack=tuple(self.stack))
             self._labels[id(out)] = (out, "logits", made)
 
