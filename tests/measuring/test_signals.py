@@ -462,19 +462,22 @@ def test_a_layer_behind_zeros_of_the_start_is_not_dead_and_one_behind_dead_units
 
 
 class Decoder(nn.Module):
-    """Its queries start at 0, as those of detection transformers do."""
+    """Its queries start at 0, as those of detection transformers do; two layers without a gradient read them."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.query, self.read = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8)
-        nn.init.zeros_(self.query.bias) if bias else None
+        self.query, self.value = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias)
+        self.read = nn.Linear(8, 8)
+        for layer in (self.query, self.value) if bias else ():
+            nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.read(x + self.query(torch.zeros_like(x)))
+        queries = torch.zeros_like(x)
+        return self.read(x + self.query(queries) * self.value(queries))
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_of_constant_zeros_is_dead_unless_its_bias_learns(bias: bool) -> None:
+def test_a_layer_of_constant_zeros_is_dead_unless_it_has_a_bias(bias: bool) -> None:
     found = measure(Decoder(bias), batch=seeded(16, 8))
     assert ["G408"] * (not bias) == [finding.code for finding in found.findings if finding.code == "G408"]
 

@@ -58,7 +58,7 @@ class Signal:
         branch: "ends" where the layer's own weights are all 0, or a gain among them, so that its output is 0 for every
             input and they have a gradient: the end of a residual branch initialised to the identity, not a dead layer;
             where a layer only passes such zeros on; and where its input is a constant 0, as the first queries of a
-            decoder, and its bias has a gradient. "waits" where the gradient is exactly 0 for one of these reasons, or
+            decoder, and its bias is 0, too. "waits" where the gradient is exactly 0 for one of these reasons, or
             because the branch is multiplied by 0: it trains once the zero has changed. Else "".
     """
 
@@ -98,11 +98,12 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
         with torch.no_grad(), _hooked(layers, outputs):
             _run(plain, batch)
         backward, why = _backward(plain, batch, list(outputs.found))
-        for module, signal in [(m, s) for m, s in outputs.found.items() if s.rms == 0 and m in backward]:
-            if backward[module].trains and (signal.gain == 0 or backward[module].constant):
+        for module, signal in [(m, s) for m, s in outputs.found.items() if s.rms == 0 and s.gain == 0]:
+            if module in backward and backward[module].trains:
                 outputs.found[module] = replace(signal, branch="ends")
         empty = [m for m, s in outputs.found.items() if s.rms == 0 and s.gain is None and s.branch == ""]
-        for module in _fed_by_zeroed_weights(plain, batch, {m: layers[m] for m in empty}):
+        constant = {module for module, gradient in backward.items() if gradient.constant}
+        for module in _zero_by_zeroed_weights(plain, batch, {m: layers[m] for m in empty}, constant):
             outputs.found[module] = replace(outputs.found[module], branch="ends")
     forward = outputs.found.items()
     zero = [m for m, s in forward if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
@@ -133,11 +134,13 @@ def _run(model: nn.Module, batch: Any) -> Any:
     return call(model, batch)
 
 
-def _fed_by_zeroed_weights(twin: nn.Module, batch: Any, layers: dict[nn.Module, Site]) -> list[nn.Module]:
-    """Those of the layers that got zeros which get other values once the weights that are all 0 have changed a little.
+def _zero_by_zeroed_weights(
+    twin: nn.Module, batch: Any, layers: dict[nn.Module, Site], constant: set[nn.Module]
+) -> list[nn.Module]:
+    """Those of the layers that got zeros which do so no more once the weights that are all 0 have changed a little.
 
     They pass on the zeros of a branch that starts at 0, as dropout behind its gate does; what is behind dead units
-    still gets zeros.
+    still gets zeros. Of layers whose input is constant, those whose output is then another one: a bias is added.
     """
     if not layers or is_sharded(twin):
         return []
@@ -152,7 +155,8 @@ def _fed_by_zeroed_weights(twin: nn.Module, batch: Any, layers: dict[nn.Module, 
             _run(twin, batch)
     finally:  # some models are their own twins
         set_tensors_(twin, originals)
-    return [module for module, signal in outputs.found.items() if signal.gain is not None]
+    found = outputs.found.items()
+    return [module for module, signal in found if signal.gain is not None or (signal.rms and module in constant)]
 
 
 def _is_layer(module: nn.Module) -> bool:
