@@ -374,7 +374,7 @@ class _Gradients:
                 own = argument.view_as(argument) if argument.requires_grad else argument.detach().requires_grad_()
                 if first:
                     self.sources += [own] if own.is_leaf else []
-                    gradient.constant = own.is_leaf
+                    gradient.constant = own.is_leaf and torch.is_grad_enabled()
                     own.register_hook(gradient.at_input)
                 return (*arguments[:index], own, *arguments[index + 1 :])
         return None
