@@ -9,7 +9,7 @@ other cores alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from gonio.errors import first_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,6 +84,26 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     That is to look for transforms and to unwrap what they left over, which takes a few microseconds per call.
     """
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
+def derivatives(outputs: Any, inputs: Sequence[Tensor], along: Any = None, **options: bool) -> tuple[Any, ...]:
+    """``torch.autograd.grad`` through a model, whose own functions may raise anything in their backward.
+
+    Raises:
+        RuntimeError: whatever they raised, as where torch has no derivative.
+
+    Example:
+        >>> from gonio.execution import derivatives
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> derivatives((3 * x).sum(), [x])
+        (tensor([3., 3.]),)
+    """
+    try:
+        return torch.autograd.grad(outputs, inputs, along, **options)
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(first_line(error, kind=True)) from error
 
 
 def autocast_is_on(x: Tensor) -> bool:

@@ -141,6 +141,19 @@ def test_blocks_that_are_built_in_other_ways_lack_nothing(count: int, lost: tupl
     assert not found({name: tensor for name, tensor in blocks(count).items() if name not in lost})
 
 
+@pytest.mark.parametrize(("kernels", "lacks"), [((4, 2, 1, 3), False), ((3, 3, 1, 3), True)])
+def test_a_step_of_a_pyramid_that_keeps_its_size_lacks_no_kernel(kernels: tuple[int, ...], lacks: bool) -> None:
+    """Its neighbours have kernels of different sizes; where these are equal, theirs is the same layer."""
+    tensors = {}
+    for block, size in enumerate(kernels):
+        for part in ("a", "b"):
+            tensors |= {f"h.{block}.{part}.weight": seeded(8, 8), f"h.{block}.{part}.bias": seeded(8)}
+        if block != 2:
+            tensors |= {f"h.{block}.resize.weight": seeded(8, 8, size, size), f"h.{block}.resize.bias": seeded(8)}
+    lost = {("G714", "h.2.resize.weight"), ("G714", "h.2.resize.bias")}
+    assert found(tensors) == (lost if lacks else set())
+
+
 def test_a_negative_running_variance_is_an_error() -> None:
     norm = nn.BatchNorm2d(4)
     assert not found(norm.state_dict())

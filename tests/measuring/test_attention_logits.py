@@ -75,13 +75,17 @@ def test_every_form_of_attention(shared: int, form: str, rotary: bool, causal: b
     assert not any("were not measured" in note for note in measured.notes)
 
 
-def test_queries_before_heads_in_an_einsum() -> None:
+@pytest.mark.parametrize(
+    ("products", "values"),
+    [("bqhd,bkhd->bqhk", "bqhk,bkhd->bqhd"), ("...qhd, ...khd -> ...qhk", "...qhk,...khd->...qhd")],
+)
+def test_queries_before_heads_in_an_einsum(products: str, values: str) -> None:
     """The dimensions of the logits are not those of the queries."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (HEADS, SIZE)) for layer in (m.q, m.k, m.v))
-        shares = (torch.einsum("bqhd,bkhd->bqhk", q, k) * SIZE**-0.5).softmax(-1)
-        return m.o(torch.einsum("bqhk,bkhd->bqhd", shares, v).flatten(2))  # type: ignore[no-any-return]
+        shares = (torch.einsum(products, q, k) * SIZE**-0.5).softmax(-1)
+        return m.o(torch.einsum(values, shares, v).flatten(2))  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
     layers = {name: nn.Linear(WIDTH, WIDTH) for name in "qkvo"}

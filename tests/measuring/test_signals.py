@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -412,6 +414,91 @@ def test_a_layer_with_a_gain_of_zero_trains_and_a_dead_one_does_not(gain: float,
     found = measure(model, batch=seeded(16, 8))
     assert {signal.path: signal.branch for signal in found.signals}["1.branch"] == branch
     assert ["G408"] * (branch == "") == [finding.code for finding in found.findings if finding.code == "G408"]
+
+
+class Behind(nn.Module):
+    """A residual branch: what `zeros` makes of a layer's output, and a layer without a bias that reads it."""
+
+    def __init__(self, zeros: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.zeros = nn.Linear(8, 16), nn.Linear(16, 8, bias=False), zeros
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.zeros(self, self.up(x)))
+
+
+def _zero_gate() -> nn.Linear:
+    gate = nn.Linear(16, 16)
+    nn.init.zeros_(gate.weight)
+    nn.init.zeros_(gate.bias)
+    return gate
+
+
+BEHIND: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "a gate that starts at 0": (lambda: Behind(lambda m, y: y * m.gate(y), gate=_zero_gate()), False),
+    "a gain of the block": (lambda: Behind(lambda m, y: y * m.gain, gain=nn.Parameter(torch.zeros(16))), False),
+    "dead units": (lambda: Behind(lambda m, y: torch.relu(y - 100)), True),
+    "dead units behind such a gate": (
+        lambda: nn.Sequential(
+            Behind(lambda m, y: y * m.gate(y), gate=_zero_gate()), Behind(lambda m, y: torch.relu(y - 100))
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_layer_behind_zeros_of_the_start_is_not_dead_and_one_behind_dead_units_is(name: str) -> None:
+    torch.manual_seed(0)
+    build, dead = BEHIND[name]
+    model = nn.Sequential(nn.Linear(8, 8), build(), nn.Linear(8, 2))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = measure(model, batch=seeded(16, 8))
+    said = [finding.found for finding in found.findings if finding.code == "G408"]
+    assert ["down (8 of 8)" in each for each in said] == [True] * dead, said
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+class Decoder(nn.Module):
+    """Its queries start at 0, as those of detection transformers do; two layers without a gradient read them."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias)
+        self.read = nn.Linear(8, 8)
+        for layer in (self.query, self.value) if bias else ():
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = torch.zeros_like(x)
+        return self.read(x + self.query(queries) * self.value(queries))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_constant_zeros_is_dead_unless_it_has_a_bias(bias: bool) -> None:
+    found = measure(Decoder(bias), batch=seeded(16, 8))
+    assert ["G408"] * (not bias) == [finding.code for finding in found.findings if finding.code == "G408"]
+
+
+class Drawing(nn.Module):
+    """It draws the positions that it reads, in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x[torch.randperm(len(x))[:4]])
+
+
+def test_a_model_that_draws_random_numbers_draws_the_same_ones_and_leaves_the_generator() -> None:
+    model, x, before = Drawing(), seeded(64, 4), torch.get_rng_state()
+    once = measure(model, batch=x)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert measure(model, batch=x).signals == once.signals
 
 
 class Logarithm(nn.Module):

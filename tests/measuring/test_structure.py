@@ -131,7 +131,7 @@ def test_blocks_are_found_on_the_batch_where_no_input_can_be_made() -> None:
     made = Opaque()
     without = measure(made)
     assert without.scale is None
-    assert any("the model cannot be traced" in note and "pass example=" in note for note in without.notes)
+    assert any("the model cannot be traced" in note and "pass batch=" in note for note in without.notes)
     found = measure(made, batch=(torch.ones(2, 5, 8, dtype=torch.float64), 2.0)).scale
     assert found is not None
     expected = least_pairs(made.inner)

@@ -373,6 +373,14 @@ ADVERSARIAL: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
     "values of the wrong head": lambda m, q, k, v: (q @ k.mT).softmax(-1) @ v.mean(1, keepdim=True).expand_as(v),
     "queries that are keys": lambda m, q, k, v: (q @ q.mT).softmax(-1) @ v,
     "queries that are values": lambda m, q, k, v: (q @ k.mT).softmax(-1) @ q,
+    "shares in a sum over heads": lambda m, q, k, v: (
+        torch.einsum("bhij,bhjd->bid", (q @ k.mT).softmax(-1), v).unsqueeze(1).expand_as(v)
+    ),
+    "shares in a product of three": lambda m, q, k, v: torch.einsum(
+        "bhij,bhjk,bhkd->bhid", (q @ k.mT).softmax(-1), torch.eye(5).expand(2, 2, 5, 5), v
+    ),
+    "a sum over keys": lambda m, q, k, v: torch.einsum("bhid,bhjd->bhi", q, k).softmax(-1)[..., None] * v,
+    "a diagonal": lambda m, q, k, v: torch.einsum("bhii,bhid->bhid", q @ k.mT, v).softmax(-1),
     "keys without a layer": lambda m, q, k, v: (q @ torch.eye(5, 4).expand_as(k).mT).softmax(-1) @ v,
     "a constant mixture": lambda m, q, k, v: torch.eye(5).softmax(-1) @ v,
     "a recurrence": lambda m, q, k, v: (q * k).cumsum(2) * v,

@@ -16,7 +16,7 @@ import gonio
 from bank.live import timm_models, transformers_models
 from catalog import seeded
 from gonio.errors import NoMatchError, NotApplicableError
-from gonio.surgery import fold_, gains
+from gonio.surgery import fold_, gains, rotate_
 
 X = seeded(2, 5, 8, dtype=torch.float64)
 
@@ -190,18 +190,51 @@ def test_an_unused_table_of_a_module_that_ended_before_reads_nothing() -> None:
 
 
 class _Opaque(torch.autograd.Function):
+    """Its backward raises an error of this kind."""
+
+    raised: type[Exception] = RuntimeError
+
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
         return x.sin()
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("none\nhere")
+        raise _Opaque.raised("none\nhere")
 
 
-def test_a_function_without_a_derivative() -> None:
-    notes = fold_(Net(lambda m, x: m.b(_Opaque.apply(x))), example=X, gains=True).notes
-    assert "norm stays: derivatives cannot be computed: none" in notes
+@pytest.mark.parametrize("raised", [RuntimeError, AssertionError, ValueError])
+def test_a_function_without_a_derivative(raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of a model of one's own may refuse it by any error, as those of reversible layers do."""
+    monkeypatch.setattr(_Opaque, "raised", raised)
+    model = Net(lambda m, x: m.b(_Opaque.apply(x)))
+    said = "none" if raised is RuntimeError else f"{raised.__name__}: none"
+    assert f"norm stays: derivatives cannot be computed: {said}" in fold_(model, example=X, gains=True).notes
+    assert gonio.surgery.anatomy(model, example=X).mlps == ()
+    assert gonio.measure(model, batch=X).notes[-1].startswith(f"Gradients were not measured: {said}")
+    with pytest.raises(NotApplicableError, match=f"what reads what cannot be computed .{said}"):
+        rotate_(model, example=X)
+
+
+class _Still(nn.Module):
+    """What is inside runs without gradients, as a frozen teacher or a reversible block does."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+def test_a_norm_that_runs_without_gradients() -> None:
+    model = Net(linear, _Still(nn.LayerNorm(8)))
+    before = model(X)
+    edited = fold_(model, example=X, gains=True)
+    torch.testing.assert_close(model(X), before, rtol=1e-12, atol=1e-12)
+    edited.undo_()
+    assert torch.equal(model(X), before)
 
 
 def test_shared_weights_and_gains_stay() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gonio.editing.where import require_model, unwrapped
 from gonio.errors import first_line
+from gonio.execution import derivatives
 from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Logits, Mlp
@@ -165,7 +166,7 @@ def _gradients(x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of a random sum of the entries."""
     if not x.requires_grad or not inputs:
         return [None] * len(inputs)
-    found = torch.autograd.grad((x * _noise(x)).sum(), inputs, retain_graph=True, allow_unused=True)
+    found = derivatives((x * _noise(x)).sum(), inputs, retain_graph=True, allow_unused=True)
     return list(found)
 
 
@@ -386,7 +387,7 @@ def _changes(x: Tensor, parts: Sequence[_Sources], calls: Sequence[Call]) -> lis
     used = list({n: None for part in parts for n in part})
     weight = _noise(x).requires_grad_()
     outs = [calls[n].out for n in used]
-    gradients = torch.autograd.grad((x * weight).sum(), outs, create_graph=True, retain_graph=True, allow_unused=True)
+    gradients = derivatives((x * weight).sum(), outs, create_graph=True, retain_graph=True, allow_unused=True)
     found = []
     for part in parts:
         total = torch.zeros((), dtype=weight.dtype, device=weight.device)
@@ -395,7 +396,7 @@ def _changes(x: Tensor, parts: Sequence[_Sources], calls: Sequence[Call]) -> lis
                 rows = torch.tensor(sorted(part[n]), device=out.device)
                 mine = torch.zeros_like(out).index_fill_(calls[n].channel, rows, 1)
                 total = total + (gradient * (out.detach() * mine)).sum()
-        moved = torch.autograd.grad(total, weight, retain_graph=True)[0] if total.requires_grad else None
+        moved = derivatives(total, [weight], retain_graph=True)[0] if total.requires_grad else None
         found.append(torch.zeros_like(weight) if moved is None else moved)
     return found
 
@@ -472,9 +473,7 @@ def _halves(found: list[tuple[Call, Tensor]], units: int, positions: int) -> lis
 def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> bool:
     """Whether each entry of what a layer reads depends on one entry of each part alone, at the same position."""
     shown = torch.rand(reader.x.shape, generator=generator(1, "anatomy")).to(reader.x.device) < 0.5
-    gradients = torch.autograd.grad(
-        (reader.x * _noise(reader.x) * shown).sum(), [c.out for c in calls], retain_graph=True
-    )
+    gradients = derivatives((reader.x * _noise(reader.x) * shown).sum(), [c.out for c in calls], retain_graph=True)
     for _, n, channels in halves:
         mine = gradients[n].movedim(calls[n].channel, -1)[..., channels]
         if bool((mine[~shown.movedim(reader.channel, -1).reshape(mine.shape)] != 0).any()):
@@ -485,7 +484,7 @@ def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> 
 def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part | None, Part | None, int]:
     """Which part is up, which is the gate, and :attr:`Mlp.degree`; (None, None, 0) where that is not known."""
     noise = _noise(reader.x)
-    gradients = torch.autograd.grad((reader.x * noise).sum(), outs, retain_graph=True)
+    gradients = derivatives((reader.x * noise).sum(), outs, retain_graph=True)
     terms = (reader.x * noise).detach().movedim(reader.channel, -1)
     if len(halves) == 1:
         slopes, out = (t.detach().movedim(reader.channel, -1).reshape(terms.shape) for t in (gradients[0], outs[0]))

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.errors import first_line, listing
+from gonio.execution import derivatives
 from gonio.geometry.views import why_not_dense
 from gonio.seeding import generator
 from gonio.surgery.logits import facts_of_norm
@@ -197,7 +198,7 @@ def _reads(run: Recording, normed: Sequence[Normed]) -> list[_Read]:
             continue
         noise = torch.randn(x.shape, generator=generator(2, "gains")).to(x)
         seen = [each.out for each in normed]
-        gradients = torch.autograd.grad(x, seen, noise, retain_graph=True, allow_unused=True)
+        gradients = derivatives(x, seen, noise, retain_graph=True, allow_unused=True)
         parts = {
             id(each): (g.double() * each.out.detach().double()).sum()
             for each, g in zip(normed, gradients, strict=True)

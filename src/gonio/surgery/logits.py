@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gonio.execution import derivatives
 from gonio.seeding import generator
 from gonio.surgery.blocks import Logits, Normalized
 from gonio.surgery.products import MASKED, Product
@@ -92,7 +93,7 @@ def _scale(product: Product) -> float | None:
         return None
     seen = (logits > MASKED) & logits.isfinite()
     noise = torch.randn(logits.shape, generator=generator(0, "logits")).to(logits) * seen
-    found: Tensor | None = torch.autograd.grad(logits, query, noise, retain_graph=True, allow_unused=True)[0]
+    found: Tensor | None = derivatives(logits, [query], noise, retain_graph=True, allow_unused=True)[0]
     if found is None:
         return None
     found = found.double()  # the two may have other dtypes than the logits
@@ -162,7 +163,7 @@ def _rounded(measured: float) -> float:
 def _depends(out: Tensor, on: Tensor) -> bool:
     if not out.requires_grad:
         return False
-    found: Tensor | None = torch.autograd.grad(out.sum(), on, retain_graph=True, allow_unused=True)[0]
+    found: Tensor | None = derivatives(out.sum(), [on], retain_graph=True, allow_unused=True)[0]
     return found is not None and bool((found != 0).any())
 
 

@@ -45,13 +45,16 @@ class Movable:
         return [variable for variable in self.variables if variable.free()]
 
 
-def movable(evaluation: Graph, training: Graph, same: Callable[[], SameFunction] | str) -> Movable:
+def movable(
+    evaluation: Graph, training: Graph, same: Callable[[], SameFunction] | str, *, argument: str = "example="
+) -> Movable:
     """What can move, by the graphs of a model in evaluation and in training mode.
 
     Args:
         same: gives the inputs of the model; called, and the model run, only where there may be blocks of attention or
             an MLP: if the model cannot be traced, has products of activations, gates a linear layer or calls layers of
             several matrices. Or why it is not to be run.
+        argument: the one by which the caller takes inputs.
     """
     untraced = next((graph.reason for graph in (evaluation, training) if graph.reason), "")
     variables = [] if untraced else _variables(evaluation, training)
@@ -59,7 +62,7 @@ def movable(evaluation: Graph, training: Graph, same: Callable[[], SameFunction]
         layer for v in variables if v.free() for layer in (*v.producers, *(consumer for consumer, _ in v.consumers))
     }
     taken = frozenset(id(p) for layer in layers for p in layer.module.parameters(recurse=False))
-    return Movable(variables, movable_in_blocks(evaluation, same, taken), untraced)
+    return Movable(variables, movable_in_blocks(evaluation, same, taken, argument=argument), untraced)
 
 
 def _variables(evaluation: Graph, training: Graph) -> list[ScaleVariable]:
@@ -78,15 +81,17 @@ def _ends(variable: ScaleVariable) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(layer.path for layer in variable.producers), consumers
 
 
-def movable_in_blocks(graph: Graph, same: Callable[[], SameFunction] | str, taken: frozenset[int]) -> BlockSymmetries:
-    """The symmetries of attention and MLP blocks, of a model in which there may be some."""
+def movable_in_blocks(
+    graph: Graph, same: Callable[[], SameFunction] | str, taken: frozenset[int], *, argument: str = "example="
+) -> BlockSymmetries:
+    """The symmetries of attention and MLP blocks, of a model in which there may be some; as :func:`movable`."""
     if not may_attend(graph):
         return BlockSymmetries()
     if isinstance(same, str):
         return BlockSymmetries(left={same: (("attention and MLP blocks", ""),)})
     given = same()
     if given.input is None:
-        why = f"they are found by running it, and {given.why}; pass example="
+        why = f"they are found by running it, and {given.why}; pass {argument}"
         return BlockSymmetries(left={why: (("attention and MLP blocks", ""),)})
     return block_symmetries(given.model, given.input, traced=not graph.reason, taken=taken)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -118,6 +119,8 @@ class Products(TorchFunctionMode):
             return
         labels = [self._labels.get(id(t)) for t in pair]
         left, right, order = (pair[0], pair[1].mT, ()) if name != "einsum" else _spelled(args[0], *pair)
+        if left.ndim < 2:  # of shares, whose values stay unknown
+            return
         for label, shares, other in ((labels[0], left, right), (labels[1], right, left)):
             if label is not None and label[1] == "shares" and label[2].value is None:
                 if _of_queries(shares):
@@ -125,7 +128,7 @@ class Products(TorchFunctionMode):
                 label[2].value, label[2].out = other.mT, out
                 self.valued(label[2])
                 return
-        if all(label is None or label[1] == "logits" for label in labels) and left.ndim >= 2:  # of blocks before
+        if all(label is None or label[1] == "logits" for label in labels):  # of blocks before
             made = Product(self.stack[-1], left, right, order=order, stack=tuple(self.stack))
             self._labels[id(out)] = (out, "logits", made)
 
@@ -170,15 +173,22 @@ def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple
     Empty ones where it is no product of two matrices.
     """
     nothing = torch.empty(0), torch.empty(0), ()
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+    if not isinstance(equation, str) or "->" not in equation:
         return nothing
-    inputs, out = equation.replace(" ", "").split("->")
+    inputs, out = equation.replace(" ", "").replace("...", ".").split("->")
     letters = inputs.split(",")
+    if len(letters) != 2 or any(len({*each}) < len(each) for each in letters):  # of three, or a diagonal
+        return nothing
+    whole = {t.ndim - len(each) + 1 for t, each in zip((a, b), letters, strict=True) if "." in each}
+    if len(whole) > 1 or ("." in inputs) != ("." in out):  # dimensions that one lacks, or that are summed
+        return nothing
+    dots = "".join([x for x in ascii_letters if x not in equation][: max(whole, default=0)])
+    letters, out = [each.replace(".", dots) for each in letters], out.replace(".", dots)
     both = [x for x in letters[0] if x in letters[1]]
     summed = [x for x in both if x not in out]
     shared = [x for x in out if x in both]
     own = [[x for x in each if x not in both] for each in letters]
-    if len(summed) != 1 or any(len(each) != 1 for each in own):
+    if len(summed) != 1 or any(len(each) != 1 or each[0] not in out for each in own):
         return nothing
     left, right = (t.permute(*[each.index(x) for x in (*shared, *mine, *summed)])
                    for t, each, mine in zip((a, b), letters, own, strict=True))  # fmt: skip

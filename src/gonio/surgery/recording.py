@@ -424,10 +424,11 @@ def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
     own = {n: p.detach().clone().requires_grad_() for n, p in norm._parameters.items() if p is not None and p.ndim == 1}
     if not own:
         return []
-    given = x.detach().requires_grad_()
-    out = torch.func.functional_call(without_hooks(norm), own, (given,))
-    # With the input's: torch 2.13 crashes where that of a group norm in channels_last is not asked for.
-    *found, _ = torch.autograd.grad(out.sum(), [*own.values(), given], allow_unused=True)
+    with torch.enable_grad():  # the model may have turned it off around the norm
+        given = x.detach().requires_grad_()
+        out = torch.func.functional_call(without_hooks(norm), own, (given,))
+        # With the input's: torch 2.13 crashes where that of a group norm in channels_last is not asked for.
+        *found, _ = torch.autograd.grad(out.sum(), [*own.values(), given], allow_unused=True)
     return [
         n
         for n, g in zip(own, found, strict=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.errors import NotApplicableError, first_line, listing
+from gonio.execution import derivatives
 from gonio.geometry.views import why_not_dense
 from gonio.init import orthogonal_
 from gonio.messages import say
@@ -327,7 +328,7 @@ class _Spaces:
         noise = _noise(x) if noise is None else noise
         outs = [leaf.out for leaf in self.leaves]
         try:
-            gradients = torch.autograd.grad(x, outs, noise, retain_graph=True, allow_unused=True)
+            gradients = derivatives(x, outs, noise, retain_graph=True, allow_unused=True)
         except RuntimeError as error:  # an operation in place, or a function without a backward
             why = say("the gradients that show what reads what cannot be computed ({error})", error=first_line(error))
             do = "Leave this model as it is, or run it without operations in place."
@@ -403,7 +404,7 @@ class _Spaces:
         """The first of the tensors with which a layer reads the results of all of these norms; empty for none."""
         outs = [normed.out for normed in self.run.gained if normed.path in norms]
         for call in [call for call in self.run.calls if call.tensor in tensors and call.x.requires_grad]:
-            found = torch.autograd.grad(call.x, outs, _noise(call.x), retain_graph=True, allow_unused=True)
+            found = derivatives(call.x, outs, _noise(call.x), retain_graph=True, allow_unused=True)
             if all(g is not None and bool((g != 0).any()) for g in found):
                 return call.tensor
         return ""

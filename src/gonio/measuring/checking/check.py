@@ -282,7 +282,7 @@ def check(
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
-    gaps = [] if adapters else missing_in_blocks(own, held.problems)
+    gaps = [] if adapters else missing_in_blocks({name: shape for name, (shape, _) in own.items()}, held.problems)
     gaps += without_values(own) if own or not held.places else []
     states = optimizer_of(source)
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gonio.errors import first_line
 from gonio.messages import say
+from gonio.seeding import state_kept
 from gonio.surgery import Anatomy, Attention, sites
 from gonio.surgery.equivalent import call
 from gonio.surgery.observing import (
@@ -187,7 +188,9 @@ def logits_on(model: nn.Module, batch: Any, found: Anatomy) -> tuple[tuple[HeadL
     observers, reasons = observers_of(found, modules, training=False)
     ends = observing(observers, modules, found)
     try:
-        call(model, batch)
+        with state_kept():
+            torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones every time
+            call(model, batch)
     finally:
         for end in ends:
             end()

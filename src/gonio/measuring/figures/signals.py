@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -14,14 +14,14 @@ from torch.autograd.graph import Node
 
 from gonio.editing.twin import evaluating, set_tensors_
 from gonio.editing.where import is_sharded
-from gonio.execution import several_ranks
+from gonio.execution import derivatives, several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
 from gonio.measuring.private_torch import tree_leaves
 from gonio.messages import say
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
-from gonio.seeding import generator
+from gonio.seeding import generator, state_kept
 from gonio.surgery import Site, sites
 from gonio.surgery.calibrate import own_buffers
 from gonio.surgery.equivalent import call
@@ -57,8 +57,9 @@ class Signal:
             for norms that have seen no batch, and over several processes.
         branch: "ends" where the layer's own weights are all 0, or a gain among them, so that its output is 0 for every
             input and they have a gradient: the end of a residual branch initialised to the identity, not a dead layer;
-            and where a layer without weights passes such zeros on. "waits" where the gradient is exactly 0 for that
-            reason, or because the branch is multiplied by 0: it trains once the zero has changed. Else "".
+            where a layer only passes such zeros on; and where its input is a constant 0, as the first queries of a
+            decoder, and its bias is 0, too. "waits" where the gradient is exactly 0 for one of these reasons, or
+            because the branch is multiplied by 0: it trains once the zero has changed. Else "".
     """
 
     path: str
@@ -86,20 +87,24 @@ class Signal:
 def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
     """The outputs of all layers without sub-layers, in the order in which they run, and notes.
 
-    A twin of the model runs twice, in evaluation mode and without compilation, the second time with its backward.
+    A twin of the model runs twice, in evaluation mode and without compilation, the second time with its backward; and
+    a third time where layers got zeros, to tell whose they are. A model that draws random numbers draws the same ones
+    in each run, and the global generator keeps its state.
     """
-    with evaluating(model) as plain, _first_statistics(plain):
+    with evaluating(model) as plain, _first_statistics(plain), state_kept():
         computing = {part for module in plain.modules() if isinstance(module, _COMPUTING) for part in module.modules()}
         layers = {s.module: s for s in sites(plain) if _is_layer(s.module) and s.module not in computing}
         outputs = _Outputs(layers)
         with torch.no_grad(), _hooked(layers, outputs):
-            call(plain, batch)
+            _run(plain, batch)
         backward, why = _backward(plain, batch, list(outputs.found))
-    for module in [m for m, s in outputs.found.items() if s.rms == 0 and s.gain == 0 and m in backward]:
-        if backward[module].trains:
+        for module, signal in [(m, s) for m, s in outputs.found.items() if s.rms == 0 and s.gain == 0]:
+            if module in backward and backward[module].trains:
+                outputs.found[module] = replace(signal, branch="ends")
+        empty = [m for m, s in outputs.found.items() if s.rms == 0 and s.gain is None and s.branch == ""]
+        constant = {module for module, gradient in backward.items() if gradient.constant}
+        for module in _zero_by_zeroed_weights(plain, batch, {m: layers[m] for m in empty}, constant):
             outputs.found[module] = replace(outputs.found[module], branch="ends")
-    for module in [m for m in outputs.found if _passes_on(m, outputs.found, backward)]:
-        outputs.found[module] = replace(outputs.found[module], branch="ends")
     forward = outputs.found.items()
     zero = [m for m, s in forward if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
     dead = [backward[module].node for module in zero if module in backward]
@@ -123,13 +128,35 @@ def _notes(signals: Sequence[Signal]) -> list[str]:
     ]
 
 
-def _passes_on(module: nn.Module, found: Mapping[nn.Module, Signal], backward: Mapping[nn.Module, Gradient]) -> bool:
-    """Whether a layer without weights only passes on the zeros of a branch that ends, as dropout behind a gate does."""
-    signal = found[module]
-    if signal.rms or signal.gain is not None or signal.branch or module not in backward or [*module.parameters()]:
-        return False  # the gain of a layer that got zeros is None
-    ends = [backward[m].node for m, s in found.items() if s.branch == "ends" and m in backward]
-    return any(_leads_to(backward[module].node, end) for end in ends)
+def _run(model: nn.Module, batch: Any) -> Any:
+    """The outputs; of a model that draws random numbers, with the same ones each time."""
+    torch.default_generator.manual_seed(0)
+    return call(model, batch)
+
+
+def _zero_by_zeroed_weights(
+    twin: nn.Module, batch: Any, layers: dict[nn.Module, Site], constant: set[nn.Module]
+) -> list[nn.Module]:
+    """Those of the layers that got zeros which do so no more once the weights that are all 0 have changed a little.
+
+    They pass on the zeros of a branch that starts at 0, as dropout behind its gate does; what is behind dead units
+    still gets zeros. Of layers whose input is constant, those whose output is then another one: a bias is added.
+    """
+    if not layers or is_sharded(twin):
+        return []
+    zeroed = [p for p in twin.parameters() if p.is_floating_point() and not p.any()]
+    draws = [torch.randn(p.shape, generator=generator(0, "zeroed weights", i)) for i, p in enumerate(zeroed)]
+    changed = {id(p): nn.Parameter(1e-3 * d.to(p)) for p, d in zip(zeroed, draws, strict=True)}
+    originals = {id(changed[id(p)]): p for p in zeroed}
+    outputs = _Outputs(layers)
+    set_tensors_(twin, changed)
+    try:
+        with torch.no_grad(), _hooked(layers, outputs):
+            _run(twin, batch)
+    finally:  # some models are their own twins
+        set_tensors_(twin, originals)
+    found = outputs.found.items()
+    return [module for module, signal in found if signal.gain is not None or (signal.rms and module in constant)]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -274,6 +301,7 @@ class Gradient:
     input: float | None = None
     inputs: int = 0
     trains: bool = False  # whether a gradient arrives at the layer's own parameters
+    constant: bool = False  # whether no parameter had a part in the layer's input
     node: Node | None = None  # where autograd computes the layer's output
 
     @property
@@ -309,7 +337,7 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
     try:
         _unfreeze_(model)
         with torch.enable_grad(), _hooked(layers, hooks):
-            outputs = tree_leaves(call(model, batch))
+            outputs = tree_leaves(_run(model, batch))
             hooks.recording = False  # a checkpointed part calls its layers again in the backward
             roots = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not roots:
@@ -317,7 +345,7 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
             draws = [torch.randn(t.shape, generator=generator(0, "cotangent", i)) for i, t in enumerate(roots)]
             inputs = [*hooks.sources, *(p for p in model.parameters() if p.requires_grad)]
             along = [d.to(t) for d, t in zip(draws, roots, strict=True)]
-            found = torch.autograd.grad(roots, inputs, along, allow_unused=True)
+            found = derivatives(roots, inputs, along, allow_unused=True)
             learn = {id(p) for p, g in zip(inputs, found, strict=True) if g is not None and bool((g != 0).any())}
             for layer, gradient in hooks.found.items():
                 gradient.trains = any(id(p) in learn for p in layer.parameters())
@@ -346,6 +374,7 @@ class _Gradients:
                 own = argument.view_as(argument) if argument.requires_grad else argument.detach().requires_grad_()
                 if first:
                     self.sources += [own] if own.is_leaf else []
+                    gradient.constant = own.is_leaf and torch.is_grad_enabled()
                     own.register_hook(gradient.at_input)
                 return (*arguments[:index], own, *arguments[index + 1 :])
         return None

@@ -175,9 +175,9 @@ def _read(model: nn.Module, batch: Any, *, blocks: bool) -> Structure:
             runs = f"it has {total:,} weights, and they are found by running it: extra_figures=('blocks',) does so"
         if total > LARGEST:
             why = f"it has {total:,} weights, more than {LARGEST:,}, and the graph was not read"
-            found = Movable([], movable_in_blocks(graph, runs, frozenset()), why)
+            found = Movable([], movable_in_blocks(graph, runs, frozenset(), argument="batch="), why)
         else:
-            found = movable(graph, trace(twin, training=True), runs)
+            found = movable(graph, trace(twin, training=True), runs, argument="batch=")
         scale = MovableScale.of(found)
         notes: tuple[str, ...] = ()
         if found.untraced and (scale is None or total > LARGEST):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from gonio.measuring.reading.state_dicts import Problem
@@ -118,39 +118,47 @@ _MOST = 2  # that one block lacks
 _DIGITS = 6  # of the number of a block
 
 
-def missing_in_blocks(names: Iterable[str], known: Iterable[Problem]) -> list[Problem]:
+def missing_in_blocks(shapes: Mapping[str, Sequence[int] | None], known: Iterable[Problem]) -> list[Problem]:
     """A problem for each name of :func:`gaps_in_blocks`.
 
     Args:
+        shapes: of all tensors by name; None where it is not known.
         known: problems that are told already; the tensors that they name are missed no second time.
     """
     told = {name for problem in known for name in (problem.path, *problem.tensors)}
     return [
         Problem("G714", name, say("not there, and in {blocks} like it", blocks=counted(others, "block")))
-        for name, others in gaps_in_blocks({*names, *told})
+        for name, others in gaps_in_blocks({**dict.fromkeys(told), **shapes})
     ]
 
 
-def gaps_in_blocks(names: Collection[str]) -> Iterator[tuple[str, int]]:
+def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple[str, int]]:
     """The names that are missing in a list of numbered blocks, each with the number of blocks that have it.
 
     A block between the first and the last one, which has nothing that the others lack, and of what all others have
-    lacks one tensor or two. Blocks that are built in different ways differ in more, or not in a single one of them.
+    lacks one tensor or two. Blocks that are built in different ways differ in more, or not in a single one of them, or
+    in the size of the kernel that one lacks, as the steps of a pyramid of which one keeps the size of its input.
+
+    Args:
+        shapes: of all tensors by name; None where it is not known.
 
     Example:
         >>> from gonio.measuring.reading.order import gaps_in_blocks
         >>> parts = ("q.weight", "k.weight", "v.weight", "o.weight")
         >>> names = [f"h.{block}.{part}" for block in range(4) for part in parts]
         >>> names.remove("h.2.k.weight")
-        >>> list(gaps_in_blocks(names))
+        >>> list(gaps_in_blocks(dict.fromkeys(names)))
         [('h.2.k.weight', 3)]
     """
     lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
+    kernels: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
+    for name, shape in shapes.items():
         parts = name.split(".")
         for at, part in enumerate(parts[:-1]):
             if part.isdecimal() and len(part) <= _DIGITS:
-                lists[".".join(parts[:at])][int(part)].add(".".join(parts[at + 1 :]))
+                before, own_name = ".".join(parts[:at]), ".".join(parts[at + 1 :])
+                lists[before][int(part)].add(own_name)
+                kernels[before, own_name] |= set() if shape is None else {tuple(shape[2:])}
     for before, blocks in lists.items():
         numbers = sorted(blocks)
         if len(numbers) < _BLOCKS or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
@@ -160,6 +168,7 @@ def gaps_in_blocks(names: Collection[str]) -> Iterator[tuple[str, int]]:
         but_one = {name for name, count in times.items() if count == len(numbers) - 1}
         for number in numbers[1:-1] if but_one else ():
             lacking, own = but_one - blocks[number], any(times[name] == 1 for name in blocks[number])
-            if 0 < len(lacking) <= _MOST and everywhere + len(lacking) >= _TENSORS and not own:
+            alike = all(len(kernels[before, name]) <= 1 for name in lacking)
+            if 0 < len(lacking) <= _MOST and everywhere + len(lacking) >= _TENSORS and not own and alike:
                 prefix = f"{before}." if before else ""
                 yield from ((f"{prefix}{number}.{name}", len(numbers) - 1) for name in sorted(lacking))

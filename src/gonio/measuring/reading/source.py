@@ -163,9 +163,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         made += added
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
-    gaps = (
-        [] if adapters else missing_in_blocks([*opened.stored, *(each.name for each in opened.others)], opened.problems)
-    )
+    shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
+    gaps = [] if adapters else missing_in_blocks(shapes, opened.problems)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
