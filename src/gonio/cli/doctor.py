@@ -63,7 +63,7 @@ def doctor(
     from gonio.measuring.reading.source import name_of
     from gonio.seeding import RandomInput
 
-    check_folders({"json": json})
+    check_folders({"json": json}, [source, model, task, batch, base])
     _check_output(output)
     held = None if model is None else read(source)
     first: Any = read_source(source, seed=seed) if held is None or model is None else restored_model(held, model)

@@ -64,7 +64,7 @@ def measure(
     from gonio.models.by_name import is_user_code
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
-    check_folders(targets)
+    check_folders({**targets, "journal": journal}, [source, *(after or []), model, batch, base, config])
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--deep": deep}
     spread = {"--engine": engine != "local", "--jobs": jobs > 1, "--journal": journal}

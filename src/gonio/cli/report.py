@@ -47,7 +47,7 @@ def report(
     from gonio.lab.showing.exports import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
-    check_folders(targets)
+    check_folders(targets, [str(study / own) for study in studies for own in ("plan.json", "study.db")])
     for study in studies:
         _check_folder(study)
     if len(studies) == 1 and (claims := claims_in(studies[0])) is not None:
