@@ -106,7 +106,7 @@ REFUSED = {
         (f"scaleshift {MODEL}", 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
         (f"missing.yaml {MODEL}", 3, "missing.yaml: cannot be read: there is no such file"),
         (f". {MODEL}", 3, "it is not a regular file"),
-        (f"bad.yaml {MODEL}", 3, "bad.yaml:3: penalty[1].use: there is no name for penalty named 'L3'"),
+        (f"bad.yaml {MODEL}", 3, "bad.yaml:3: penalty[1].use: there is no entry of penalty named 'L3'"),
         (f"bad.yaml {MODEL}", 3, "bad.yaml:4: penalty[2].a: `keep` takes no options"),
         (f"unmatched.yaml {MODEL}", 3, "unmatched.yaml:3: rule 1 of penalty (head: Orthogonality(strength=1))"),
         (f"tiny.py {MODEL}", 3, "tiny.py"),
