@@ -98,7 +98,7 @@ class Treatment:
     def summary(self) -> str:
         """The result in one sentence."""
         if not self.before.findings and not self.before.layers:
-            return self.before.verdict
+            return joined([self.before.verdict, self.before.coverage], " ")
         if not self.before.findings and any(signal.nonfinite for signal in self.before.signals):
             return say(
                 "No findings in the weights, but outputs that are NaN or infinite, for which no treatment is known."
