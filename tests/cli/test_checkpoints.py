@@ -221,8 +221,13 @@ def test_a_parametrized_checkpoint_without_its_recipe_says_what_it_holds(plain: 
 
 
 def test_what_trainers_write_loads_into_its_model(plain: nn.Module) -> None:
-    """`model.pth.tar` of data parallel training, and a folder with the model's file."""
+    """`model.pth.tar` of data parallel training, Lightning's attribute, and a folder with the model's file."""
     state = plain.state_dict()
+    torch.save({"state_dict": {f"net.model.{k}": v for k, v in state.items()}}, "lightning.ckpt")
+    parts = {f"{part}.{k}": v for part in ("model", "ema.module") for k, v in state.items()}
+    torch.save({"state_dict": {**parts, "loss.weight": torch.ones(3)}}, "parts.ckpt")
+    with pytest.raises(NotApplicableError, match=r"names are in it after 'model\.' and 'ema\.module\.'\. Save one"):
+        restored_model(read("parts.ckpt"), "digits-cnn")
     torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in state.items()}}, "best.pth.tar")
     Path("folder").mkdir()
     save_file(state, "folder/model.safetensors")
@@ -230,7 +235,7 @@ def test_what_trainers_write_loads_into_its_model(plain: nn.Module) -> None:
     halves = [dict(list(state.items())[part::2]) for part in (0, 1)]
     for i, half in enumerate(halves, start=1):
         save_file(half, f"shards/model-0000{i}-of-00002.safetensors")
-    for source in ("best.pth.tar", "folder", "shards"):
+    for source in ("best.pth.tar", "lightning.ckpt", "folder", "shards"):
         restored = restored_model(read(source), "digits-cnn").state_dict()
         assert all(torch.equal(restored[name], tensor) for name, tensor in state.items()), source
 
