@@ -187,6 +187,7 @@ def compare(
     """
     given = {name: value for name, default in _DEFAULTS.items() if (value := context.params[name]) != default}
     _check(recipes or [], given)
+    _check_engine(engine, cpus, gpus)
     if engine == "local" and not dry_run:
         from gonio.lab.running.engines.local import server_running
 
@@ -283,15 +284,19 @@ def _show_plan(plan: StudyPlan, study: Path, jobs: int | None) -> None:
         print_out("\n\n".join(str(Recipe.from_dict(entry.content).plan(model)) for entry in plan.recipes[1:]))
 
 
+def _check_engine(name: str, cpus: float, gpus: float | None) -> None:
+    """Refuse an engine that does not exist, and settings of a cluster without one."""
+    if name not in ("local", "ray"):
+        raise UnknownNameError("engine", name, ["local", "ray"])
+    if name == "local" and (cpus, gpus) != (1.0, None):
+        raise InvalidArgumentError("--cpus and --gpus need --engine ray", "--engine local", "Leave them out.")
+
+
 def _engine(name: str, jobs: int | None, cpus: float, gpus: float | None, devices: Devices) -> Engine:
     from gonio.lab.running.engines import Local, Ray
 
     if name == "ray":
         return Ray(cpus=cpus, gpus=float(devices.kind == "cuda") if gpus is None else gpus, jobs=jobs)
-    if name != "local":
-        raise UnknownNameError("engine", name, ["local", "ray"])
-    if (cpus, gpus) != (1.0, None):
-        raise InvalidArgumentError("--cpus and --gpus need --engine ray", "--engine local", "Leave them out.")
     return Local(jobs, devices)
 
 

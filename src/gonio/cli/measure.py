@@ -26,6 +26,7 @@ _BATCH = 32  # samples that models of several widths see
 
 
 def measure(
+    context: typer.Context,
     source: options.Source,
     after: options.After = None,
     *,
@@ -73,23 +74,39 @@ def measure(
         _refuse("--widths", {**whole, **spread, "--headers": headers, "--key": key, "a second source": after})
         _widths(source, widths, task, seed, targets)
         return
+    options.refuse_unused(context, "task", say("no --widths"))
     if after:
         _refuse("two sources", {**whole, "--fail-on": None, "--headers": headers})
-        _changes([read_source(word, seed=seed, key=key) for word in (source, *after)], how, targets, fail_on)
+        sources = [read_source(word, seed=seed, key=key) for word in (source, *after)]
+        _check_effect(context, sources)
+        _changes(sources, how, targets, fail_on)
         return
     _refuse("--headers", {**whole, **spread, "--html": html, "--csv": csv, "--md": md} if headers else {})
     _refuse("--model", {"--base": base, "--key": key, **spread} if model else {})
     first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source), model)
+    based = None if base is None else read_source(base, seed=seed)
+    _check_effect(context, [based, *([] if model is not None else [first])])
     if headers:
         _write_outline(measuring.outline(first), json)
         return
     suppressing = suppression(config, ignore or [])
     how |= {"extra_figures": [figure.value for figure in also or []], "deep": deep}
-    how |= {"batch": _example(first, batch), "base": None if base is None else read_source(base, seed=seed)}
+    how |= {"batch": _example(first, batch), "base": based}
     how |= {"cache": None if no_cache or journal else cache_folder(os.environ)}
     drawn = not isinstance(first, (str, os.PathLike)) and model is None and not is_user_code(source)
     notes = (say("random weights (seed {seed}), not trained ones", seed=seed),) if drawn else ()
     _one(first, notes, how, suppressing, targets, fail_on)
+
+
+def _check_effect(context: typer.Context, sources: Sequence[Any]) -> None:
+    """Refuse --seed where no source is a model that is built, and --key where none is a file."""
+    from gonio.measuring.reading.source import CheckpointPart
+
+    files = [isinstance(each, (str, os.PathLike, CheckpointPart)) for each in sources if each is not None]
+    if all(files):
+        options.refuse_unused(context, "seed", say("files alone, whose weights are not random"))
+    if not any(files):
+        options.refuse_unused(context, "key", say("no checkpoint, which may hold several state dicts"))
 
 
 def _one(
