@@ -85,7 +85,14 @@ def calibrate_(
     layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, layers)
     with Edit(model, "calibrate_") as edit:
-        edit.note(say("{count} batches, variance={variance!r}", count=count, variance=variance))
+        edit.note(
+            say(
+                "{count} batch{s}, variance={variance!r}",
+                count=count,
+                s="" if count == 1 else "es",
+                variance=variance,
+            )
+        )
         for moments in layers:
             _store_(edit, moments, channels)
         chosen = [
