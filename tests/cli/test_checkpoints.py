@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import resource
 import signal
 from pathlib import Path
@@ -254,3 +255,24 @@ def test_a_tied_weight_that_a_file_names_once_is_there(tmp_path: Path, monkeypat
     save_file({"1.bias": torch.zeros(6)}, "other.safetensors")
     with pytest.raises(NotApplicableError, match=r"missing \(0.weight, 1.weight\)"):
         restored_model(read("other.safetensors"), "tied.py:net")
+
+
+def test_a_folded_checkpoint_is_told_from_one_of_another_model(plain: nn.Module) -> None:
+    write(
+        Checkpoint("folded.safetensors", {"conv1.weight": torch.ones(1), "conv1.bias": torch.ones(1)}, folded="0" * 64)
+    )
+    with pytest.raises(
+        NotApplicableError, match=r"21 missing .*; 1 unknown \(conv1\.bias\); 1 of another shape.*were folded"
+    ):
+        restored_model(read("folded.safetensors"), "digits-cnn")
+
+
+def test_a_pipe_and_a_quoted_home_are_no_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file({"w": torch.ones(2)}, tmp_path / "own.safetensors")
+    os.mkfifo(tmp_path / "pipe.pt")
+    for command in ("check", "measure"):
+        refused = invoke(command, "~/own.safetensors")
+        assert refused.exit_code == 3
+        assert f"Write {tmp_path / 'own.safetensors'}." in " ".join(refused.stderr.split())
+        assert "it is a pipe or a device. Copy its content" in invoke(command, str(tmp_path / "pipe.pt")).stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.shards import open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file, small_json
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
-from gonio.messages import counted, joined, say
+from gonio.messages import Message, counted, joined, say
 from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
 
@@ -139,16 +139,25 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
             why = say("it holds an adapter of {layers} ({names}), and --model is for a whole model", **told)
             merge = say("Merge the adapter into its base first (peft: merge_and_unload).")
             raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", why, merge) from error
-        do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
+        do = say("Name the model of the checkpoint, with its number of classes (file.py:factory).")
+        if checkpoint.folded:
+            do = say(
+                "Layers were folded in it, so that it has other tensors than the model. Take the file before the fold."
+            )
         if not model.state_dict().keys() & checkpoint.state.keys():
-            do = "No name is in both: the checkpoint is of another architecture. Name its own model (file.py:factory)."
+            do = say(
+                "No name is in both: the checkpoint is of another architecture. Name its own model (file.py:factory)."
+            )
             if starts := _prefixes(checkpoint.state, own):
                 after = joined([*map(repr, starts)], last=" and ")
                 do = say("The model's names are in it after {named}. Save one of these parts alone.", named=after)
         kinds = kinds_in(checkpoint.state)
         if kinds or any(".parametrizations." in name for name in checkpoint.state):
             named = f" ({listing(kinds)})" if kinds else ""
-            do = f"Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model."
+            do = say(
+                "Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model.",
+                named=named,
+            )
         raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", found, do) from error
 
 
@@ -186,13 +195,17 @@ def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """Which names are missing or unknown, and which have another shape."""
     shared = [name for name in own if name in given]
     shapes = [name for name in shared if getattr(own[name], "shape", None) != getattr(given[name], "shape", None)]
-    groups = {
-        "missing": [name for name in own if name not in given],
-        "unknown": [name for name in given if name not in own],
-        "of another shape": shapes,
-    }
-    shown = {what: listing([f"{name:.80}" for name in names], limit=3) for what, names in groups.items()}
-    return "; ".join(f"{len(names)} {what} ({shown[what]})" for what, names in groups.items() if names)
+    missing, unknown = [name for name in own if name not in given], [name for name in given if name not in own]
+    told = [
+        say("{count} missing ({names})", count=len(missing), names=_named(missing)) if missing else "",
+        say("{count} unknown ({names})", count=len(unknown), names=_named(unknown)) if unknown else "",
+        say("{count} of another shape ({names})", count=len(shapes), names=_named(shapes)) if shapes else "",
+    ]
+    return joined([each for each in told if each], "; ")
+
+
+def _named(names: Sequence[str]) -> Message:
+    return listing([f"{name:.80}" for name in names], limit=3)
 
 
 def check_target(path: str) -> None:
