@@ -85,10 +85,12 @@ def test_messages_name_the_problem_what_was_found_and_what_to_do() -> None:
     assert "cannot be applied to the model; " in str(errors.NotApplicableError("fold_", "", "why", "Do."))
     nothing = errors.NoMatchError("swap_", "layr1", ["layer1", "layer2"])
     assert str(nothing) == (
-        "swap_: where=layr1 matches no suitable module; it selects no module. "
-        "Suitable modules: layer1, layer2. Did you mean layer1, layer2?"
+        "swap_: where=layr1 selects no module. Suitable modules: layer1, layer2. Did you mean layer1, layer2?"
     )
     assert "it selects only fc. The model has no suitable" in str(errors.NoMatchError("L2", "fc", [], refused=["fc"]))
+    assert str(errors.NoMatchError("L2", None, [])) == "L2: no module of the model is suitable."
+    every = errors.NoMatchError("L2", None, [], refused=["0 (no weight)", "1 (no weight)"])
+    assert str(every) == "L2: no module is suitable; found 0 (no weight), 1 (no weight)."
     found = errors.ConfigError("gonio.toml", ["line 1: no such key", "line 2: not a number"])
     assert str(found).splitlines()[1:3] == ["  line 1: no such key", "  line 2: not a number"]
 

@@ -94,6 +94,19 @@ def first_line(error: BaseException, longest: int = 200, *, kind: bool = False) 
     return f"{name}: {said}" if kind and said else said or name
 
 
+def with_article(name: str) -> Message:
+    """A name with its article, by the sound of its first letter: capitals are spelled.
+
+    Example:
+        >>> with_article("int"), with_article("Linear"), with_article("LSTM"), with_article("GRU")
+        ('an int', 'a Linear', 'an LSTM', 'a GRU')
+    """
+    spelled = name[:2].isupper() and len(name) > 1
+    if name[:1] in ("AEFHILMNORSX" if spelled else "aeiouAEIOU"):
+        return say("an {name}", name=name)
+    return say("a {name}", name=name)
+
+
 class InvalidArgumentError(GonioError, ValueError):
     """An argument has an invalid value."""
 
@@ -119,17 +132,23 @@ class UnknownNameError(GonioError, KeyError):
 
 
 class NoMatchError(GonioError, ValueError):
-    """A `where` selects no module to which the verb can be applied."""
+    """A `where` selects no module to which the verb can be applied; `where` is None where it is left out."""
 
-    def __init__(self, verb: str, where: str, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
-        found = say("it selects only {refused}", refused=listing(refused)) if refused else say("it selects no module")
+    def __init__(self, verb: str, where: str | None, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
+        told: dict[str, str] = {"verb": verb, "refused": listing(refused)}
+        if where is None and not candidates:  # every module was asked for, and none is suitable
+            none = say("{verb}: no module of the model is suitable.", **told)
+            super().__init__(say("{verb}: no module is suitable; found {refused}.", **told) if refused else none)
+            return
         can = say("The model has no suitable module.")
         if candidates:
             can = say("Suitable modules: {names}.", names=listing(list(candidates)))
-        if near := closest(where, candidates):
+        if near := closest(where or "", candidates):
             can = joined([can, say("Did you mean {near}?", near=listing(near))], " ")
-        told = {"verb": verb, "where": where, "found": found, "can": can}
-        super().__init__(say("{verb}: where={where} matches no suitable module; {found}. {can}", **told))
+        told |= {"where": str(where), "can": can}
+        none = say("{verb}: where={where} selects no module. {can}", **told)
+        only = say("{verb}: where={where} matches no suitable module; it selects only {refused}. {can}", **told)
+        super().__init__(only if refused else none)
 
 
 class AlreadyAppliedError(GonioError, ValueError):

@@ -363,3 +363,21 @@ def test_the_text_says_what_a_finding_is_and_what_to_do() -> None:
     assert " is NaN or infinite, the first at " in said
     finding = gonio.check(tensors).findings[0]
     assert f"What to do: {finding.do}" in said
+
+
+def test_where_the_model_is_not_known_the_report_says_what_was_not_looked_for(tmp_path: Path) -> None:
+    state = nn.Linear(4, 4).state_dict()
+    moments = torch.optim.SGD([torch.ones(2)]).state_dict()
+    moments["state"] = {0: {"momentum_buffer": torch.ones(2)}}
+    for content, said in (
+        ({"network_weights": state, "epoch": 3}, "not known (there are some under network_weights): rows, filters"),
+        ({"g": state, "d": state}, "not known (there are some under g, d): rows, filters"),
+        ([state, state], "its tensors have no names: rows, filters and layers were not compared"),
+        ({"model": state, "epoch": 3}, ""),
+        ({"optimizer": moments, "epoch": 3}, ""),
+        (moments, ""),
+    ):
+        torch.save(content, tmp_path / "saved.pt")
+        notes = " ".join(gonio.check(tmp_path / "saved.pt").notes)
+        assert said in notes
+        assert ("were not compared" in notes) is bool(said)

@@ -106,7 +106,7 @@ REFUSED = {
         (f"scaleshift {MODEL}", 2, "no recipe named 'scaleshift'. Did you mean scale-shift"),
         (f"missing.yaml {MODEL}", 3, "missing.yaml: cannot be read: there is no such file"),
         (f". {MODEL}", 3, "it is not a regular file"),
-        (f"bad.yaml {MODEL}", 3, "bad.yaml:3: penalty[1].use: there is no name for penalty named 'L3'"),
+        (f"bad.yaml {MODEL}", 3, "bad.yaml:3: penalty[1].use: there is no entry of penalty named 'L3'"),
         (f"bad.yaml {MODEL}", 3, "bad.yaml:4: penalty[2].a: `keep` takes no options"),
         (f"unmatched.yaml {MODEL}", 3, "unmatched.yaml:3: rule 1 of penalty (head: Orthogonality(strength=1))"),
         (f"tiny.py {MODEL}", 3, "tiny.py"),
@@ -119,6 +119,11 @@ REFUSED = {
         ("scale-shift --model exits.py:make", 3, "exits.py:make raised SystemExit"),
     ],
     "measure": [
+        ("fine.pt --seed 3", 2, "--seed has no effect here; found files alone, whose weights are not random. Leave it"),
+        (f"fine.pt {MODEL} --seed 3", 2, "--seed has no effect here"),
+        ("fine.pt fine.pt --seed 3", 2, "--seed has no effect here"),
+        ("fine.pt --task digits", 2, "--task has no effect here; found no --widths. Leave it out."),
+        ("digits-cnn --key ema", 2, "--key has no effect here; found no checkpoint"),
         ("digitscnn", 2, "no model named 'digitscnn'. Did you mean digits-cnn"),
         ("missing.pt", 3, "there is no such file"),
         ("missing.safetensors", 3, "there is no such file"),
@@ -166,6 +171,10 @@ REFUSED = {
         ("digits-cnn --widths 8,16", 2, "--widths takes a file.py:factory of the width"),
         ("tiny.py:linear fine.pt --widths 8,16", 2, "a second source cannot be combined with --widths"),
     ],
+    "doctor": [
+        ("fine.pt --seed 3", 2, "--seed has no effect here; found files alone, whose weights are not random."),
+        ("fine.pt --unproven", 2, "--unproven takes a model; found a file alone. Add --model FILE.py:FACTORY."),
+    ],
     "meazure": [("", 2, "No such command 'meazure'")],
     "explain": [("G002", 2, "no rule, column or claim named 'G002'. Did you mean")],
     "compare": [
@@ -198,6 +207,8 @@ REFUSED = {
         ("scale-shift --script own_fit.py:train --robust", 2, "--robust with --script needs --epsilon"),
         ("scale-shift --script absent.py:train", 2, "no file"),
         ("scale-shift --direction min", 2, "describe the score of a script; found no --script"),
+        ("scale-shift --dry-run --engine slurm", 2, "there is no engine named 'slurm'. Known: local, ray"),
+        ("scale-shift --dry-run --cpus 2", 2, "--cpus and --gpus need --engine ray; found --engine local"),
         ("scale-shift --engine slurm", 2, "there is no engine named 'slurm'. Known: local, ray"),
         (
             *("scale-shift --task tiny.py:tiny --gpus 1", 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import resource
 import signal
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_fold_compares_on_an_input(plain: nn.Module) -> None:
     assert result.exit_code == 0
     assert "norm1  BatchNorm2d folded into conv1" in result.stdout
     assert "largest deviation" in result.stdout
-    assert "it has 3 tensors that the model lacks and lacks 15 that it has" in result.stderr
+    assert "it has 3 tensors that the model lacks, and lacks 15 that the model has" in result.stderr
 
 
 def test_fold_is_told_the_recipe_of_a_checkpoint_that_does_not_say(plain: nn.Module) -> None:
@@ -221,8 +222,13 @@ def test_a_parametrized_checkpoint_without_its_recipe_says_what_it_holds(plain: 
 
 
 def test_what_trainers_write_loads_into_its_model(plain: nn.Module) -> None:
-    """`model.pth.tar` of data parallel training, and a folder with the model's file."""
+    """`model.pth.tar` of data parallel training, Lightning's attribute, and a folder with the model's file."""
     state = plain.state_dict()
+    torch.save({"state_dict": {f"net.model.{k}": v for k, v in state.items()}}, "lightning.ckpt")
+    parts = {f"{part}.{k}": v for part in ("model", "ema.module") for k, v in state.items()}
+    torch.save({"state_dict": {**parts, "loss.weight": torch.ones(3)}}, "parts.ckpt")
+    with pytest.raises(NotApplicableError, match=r"names are in it after 'model\.' and 'ema\.module\.'\. Save one"):
+        restored_model(read("parts.ckpt"), "digits-cnn")
     torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in state.items()}}, "best.pth.tar")
     Path("folder").mkdir()
     save_file(state, "folder/model.safetensors")
@@ -230,7 +236,7 @@ def test_what_trainers_write_loads_into_its_model(plain: nn.Module) -> None:
     halves = [dict(list(state.items())[part::2]) for part in (0, 1)]
     for i, half in enumerate(halves, start=1):
         save_file(half, f"shards/model-0000{i}-of-00002.safetensors")
-    for source in ("best.pth.tar", "folder", "shards"):
+    for source in ("best.pth.tar", "lightning.ckpt", "folder", "shards"):
         restored = restored_model(read(source), "digits-cnn").state_dict()
         assert all(torch.equal(restored[name], tensor) for name, tensor in state.items()), source
 
@@ -249,3 +255,24 @@ def test_a_tied_weight_that_a_file_names_once_is_there(tmp_path: Path, monkeypat
     save_file({"1.bias": torch.zeros(6)}, "other.safetensors")
     with pytest.raises(NotApplicableError, match=r"missing \(0.weight, 1.weight\)"):
         restored_model(read("other.safetensors"), "tied.py:net")
+
+
+def test_a_folded_checkpoint_is_told_from_one_of_another_model(plain: nn.Module) -> None:
+    write(
+        Checkpoint("folded.safetensors", {"conv1.weight": torch.ones(1), "conv1.bias": torch.ones(1)}, folded="0" * 64)
+    )
+    with pytest.raises(
+        NotApplicableError, match=r"21 missing .*; 1 unknown \(conv1\.bias\); 1 of another shape.*were folded"
+    ):
+        restored_model(read("folded.safetensors"), "digits-cnn")
+
+
+def test_a_pipe_and_a_quoted_home_are_no_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file({"w": torch.ones(2)}, tmp_path / "own.safetensors")
+    os.mkfifo(tmp_path / "pipe.pt")
+    for command in ("check", "measure"):
+        refused = invoke(command, "~/own.safetensors")
+        assert refused.exit_code == 3
+        assert f"Write {tmp_path / 'own.safetensors'}." in " ".join(refused.stderr.split())
+        assert "it is a pipe or a device. Copy its content" in invoke(command, str(tmp_path / "pipe.pt")).stderr

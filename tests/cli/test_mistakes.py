@@ -200,6 +200,24 @@ def test_a_tracker_takes_no_name_of_a_logger(path: str, tmp_path: Path, monkeypa
         ("measure whole.pt --html several", 2, "cannot write 'several'; found a folder. Name a file in it."),
         ("check whole.pt --json several", 2, "cannot write 'several'; found a folder. Name a file in it."),
         (
+            "check whole.pt --save whole.pt",
+            2,
+            "cannot write 'whole.pt'; found a file that this command reads (whole.pt)",
+        ),
+        (
+            "check whole.pt --save several/a.pt --json several/../whole.pt",
+            2,
+            "a file that this command reads (whole.pt)",
+        ),
+        ("check several --json several/a.pt", 2, "found a file that this command reads (several). Name another file."),
+        ("measure whole.pt --json x --csv ./x", 2, "cannot write './x'; found one file for --json and --csv."),
+        (
+            "measure whole.pt whole.pt --html whole.pt",
+            2,
+            "cannot write 'whole.pt'; found a file that this command reads",
+        ),
+        ("doctor whole.pt --json whole.pt", 2, "cannot write 'whole.pt'; found a file that this command reads"),
+        (
             "plan weissi --model digits-cnn",
             2,
             "there is no recipe named 'weissi'. weissi is the method of scale-shift.",

@@ -165,7 +165,7 @@ class Stream(IterableDataset[Any]):
         (DataLoader(Points("train")), "a DataLoader, whose batch size is fixed. Give its data set, or a function"),
         (Stream(), "an IterableDataset, which has no indices. Give a function of the batch size"),
         ([], "an empty data set"),
-        (3, "found a int"),
+        (3, "found an int"),
     ],
 )
 def test_sources_that_have_no_order_of_their_own(source: object, message: str) -> None:
@@ -178,7 +178,7 @@ def test_a_loader_without_length_and_a_function_without_loader() -> None:
         examples_of(lambda size: DataLoader(Stream(), size)).steps(2, smallest=2)
     with pytest.raises(InvalidArgumentError, match="a DataLoader without a length, which a schedule needs"):
         len(examples_of(lambda size: DataLoader(Stream(), size)))
-    with pytest.raises(InvalidArgumentError, match=r"a function that returns a int\. Return a torch DataLoader"):
+    with pytest.raises(InvalidArgumentError, match=r"a function that returns an int\. Return a torch DataLoader"):
         examples_of(lambda size: 3).steps(2, smallest=2)
     with pytest.raises(InvalidArgumentError, match="a function for a split that is judged"):
         list(loaders().train.in_order(8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -207,3 +208,26 @@ def test_absurd_seeds_are_refused(seeds: int | range | tuple[int, ...], message:
     with pytest.raises(InvalidArgumentError, match=message):
         seeds_of(seeds)
     assert seeds_of(range(2**62 - 1, 2**62 + 1)) == (2**62 - 1, 2**62)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ({"task": "text:a.txt"}, {"task": "text:../b/a.txt"}, True),
+        ({"task": "text:a.txt"}, {"task": "text:../b/a.txt", "data": "0" * 64}, False),
+        ({"task": "text:a.txt"}, {"task": "imagefolder:a.txt"}, False),
+        ({"task": "t.py:f", "code": {"t.py:f": "1"}}, {"task": "x/t.py:f", "code": {"x/t.py:f": "1"}}, True),
+        ({"model": "t.py:f", "code": {"t.py:f": "1"}}, {"model": "x/t.py:f", "code": {"x/t.py:f": "1"}}, True),
+        ({"task": "t.py:f", "code": {"t.py:f": "1"}}, {"task": "x/t.py:f", "code": {"x/t.py:f": "2"}}, False),
+        ({"task": "t.py:f", "code": {"t.py:f": "1"}}, {"task": "t.py:g", "code": {"t.py:g": "1"}}, False),
+        ({"model": "timm:a"}, {"model": "timm:b"}, False),
+    ],
+)
+def test_the_same_files_under_another_path_are_the_same_study(old: Any, new: Any, same: bool) -> None:
+    plan = replace(plan_of(), data="f" * 64)
+    before, after = replace(plan, **old), replace(plan, **new)
+    if same:
+        assert extended(before, after, path="s", finished=0) == after
+    else:
+        with pytest.raises(PlanChangedError, match=r" is .* in the study and .* in the command"):
+            extended(before, after, path="s", finished=0)

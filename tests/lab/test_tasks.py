@@ -75,7 +75,7 @@ def test_metric_and_split_refuse_nonsense() -> None:
 def test_user_task_must_be_a_task(tmp_path: Path) -> None:
     path = tmp_path / "task.py"
     path.write_text("def make(): return 3\n")
-    with pytest.raises(InvalidArgumentError, match="must build a task; found a int"):
+    with pytest.raises(InvalidArgumentError, match="must build a task; found an int"):
         resolve(f"{path}:make")
 
 

@@ -315,7 +315,7 @@ def test_errors() -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InvalidArgumentError, match=r"Tracker\(optimizer=\) is an optimizer; found str"):
         gonio.Tracker(model, optimizer="adam")
-    with pytest.raises(InvalidArgumentError, match=r"trains the model's parameters; found a SGD of other"):
+    with pytest.raises(InvalidArgumentError, match=r"trains the model's parameters; found an SGD of other"):
         gonio.Tracker(nn.Linear(3, 2), optimizer=opt)
     with pytest.raises(
         InvalidArgumentError,

@@ -59,7 +59,7 @@ def test_digest_follows_the_file(user_file: Path) -> None:
         ("tim:resnet18", UnknownNameError, "no model named 'tim:resnet18'. Did you mean .*timm:NAME"),
         ("{file}", InvalidArgumentError, r"no name after it. Write .*net.py:NAME; it has .*make"),
         ("{file}:mak", UnknownNameError, r"no function in .*net.py named 'mak'. Did you mean make\?"),
-        ("{file}:WIDTH", InvalidArgumentError, "must name a function; found a int"),
+        ("{file}:WIDTH", InvalidArgumentError, "must name a function; found an int"),
         ("absent.py:make", InvalidArgumentError, "no file '.*absent.py'"),
     ],
 )

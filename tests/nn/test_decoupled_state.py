@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import gonio
 from catalog import seeded
 from gonio import nn as gnn
 from gonio.errors import NotApplicableError
@@ -119,12 +120,16 @@ def test_layers_that_are_not_what_they_seem_are_refused() -> None:
     parametrized = torch.nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3))
     for layer, message in (
         (Doubled(3, 4, 3), "this subclass of Conv2d computes something else"),
-        (parametrized, "its weight is computed by a parametrization"),
+        (parametrized, "cannot be applied to 'Conv2d'; its weight is computed by a parametrization"),
         (nn.Conv1d(3, 4, 3), "from_conv: cannot be applied to 'Conv1d'; it takes a Conv2d"),
         (gnn.DecoupledConv2d(3, 4, 3), "this subclass of Conv2d computes something else"),
     ):
         with pytest.raises(NotApplicableError, match=message):
             gnn.DecoupledConv2d.from_conv(layer)
+    own = nn.Sequential(nn.Linear(4, 4))
+    gonio.parametrize_(own, gonio.parametrizations.WeightNorm())
+    with pytest.raises(NotApplicableError, match="cannot be applied to 'Linear'; its weight is computed"):
+        gnn.DecoupledLinear.from_linear(own[0])
 
 
 @pytest.mark.parametrize("weighted", [None, "linear"])

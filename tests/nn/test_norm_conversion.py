@@ -198,7 +198,7 @@ def test_on_the_meta_device() -> None:
         (lambda: gnn.to_batch_norm(nn.GroupNorm(2, 6)), "to_batch_norm: a GroupNorm needs dims=0 or 1 or 2 or 3; "),
         (lambda: gnn.to_instance_norm(nn.SyncBatchNorm(6)), r"a SyncBatchNorm needs dims=.*; found dims=None"),
         (lambda: gnn.to_group_norm(nn.LayerNorm(6)), r"\(6,\), which normalises the last axis .* needs dims=0; found"),
-        (lambda: gnn.to_batch_norm(nn.InstanceNorm2d(6), dims=3), r"a InstanceNorm2d needs dims=2; found dims=3"),
+        (lambda: gnn.to_batch_norm(nn.InstanceNorm2d(6), dims=3), r"an InstanceNorm2d needs dims=2; found dims=3"),
         (lambda: gnn.to_layer_norm(nn.BatchNorm2d(6)), r"needs the sizes of 2 positions; found positions=\(\)"),
         (lambda: gnn.to_group_norm(nn.BatchNorm2d(6), groups=0), r"groups must be >= 1; found 0"),
     ],

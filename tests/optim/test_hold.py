@@ -387,7 +387,7 @@ def test_weights_of_zeros_are_refused() -> None:
         gonio.hold_(layer, optimizer, norm="filters")
     table = nn.Embedding(5, 3, padding_idx=0)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    with pytest.raises(NoMatchError, match=r"hold_: where=every module"):
+    with pytest.raises(NoMatchError, match=r"hold_: no module of the model is suitable"):
         gonio.hold_(table, optimizer)  # tables are held on request only
     gonio.hold_(table, optimizer, where=nn.Embedding, norm="filters", radius=1.0)
     drift(table, optimizer, 2)

@@ -127,7 +127,7 @@ def test_a_short_name_is_its_only_converter() -> None:
 
 
 def test_a_name_under_the_wrong_verb_says_where_it_belongs() -> None:
-    with pytest.raises(UnknownNameError, match=r"no name for swap \(it belongs under penalty\) named 'L2'"):
+    with pytest.raises(UnknownNameError, match=r"no entry of swap \(it belongs under penalty\) named 'L2'"):
         find("swap", "L2")
 
 

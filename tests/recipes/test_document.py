@@ -145,9 +145,9 @@ PAYLOADS = [
     ("eval", 'name: x\nsource: !!python/object/apply:eval [\'open("CANARY", "w")\']', "the tag"),
     ("tag directive", "%TAG ! tag:yaml.org,2002:python/object/apply:\n---\n!os.system [touch CANARY]", "the tag"),
     # code through names
-    ("dotted path", SWAP.format("os.system"), "no name for swap.*'os.system'"),
-    ("dunder", SWAP.format("__import__"), "no name for swap"),
-    ("torch class method", SWAP.format("DecoupledConv2d.register_forward_hook"), "no name for swap"),
+    ("dotted path", SWAP.format("os.system"), "no entry of swap.*'os.system'"),
+    ("dunder", SWAP.format("__import__"), "no entry of swap"),
+    ("torch class method", SWAP.format("DecoupledConv2d.register_forward_hook"), "no entry of swap"),
     ("hydra target", "name: x\n_target_: os.system", "no key '_target_'"),
     ("dunder option", "name: x\npenalty:\n  - {use: L2, strength: 1, __class__: x}", "no option '__class__'"),
     ("self as option", "name: x\npenalty:\n  - {use: L2, strength: 1, self: 1}", "no option 'self'"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from catalog import seeded
 from foreign import torchvision_resnet18
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.surgery import balance_, fold_
+from gonio.surgery import balance_, calibrate_, fold_
 from networks import ResNet18, images
 from surgery.net import Net, tied, trained
 
@@ -370,3 +370,13 @@ def test_state_of_unknown_unit_is_refused_and_nothing_changes() -> None:
     with pytest.raises(NotApplicableError, match="the unit of 'memory' in the state of LBFGS is unknown"):
         balance_(model, optimizer=optimizer)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("verb", [balance_, lambda model: calibrate_(model, [torch.ones(2, 4)])])
+def test_a_model_on_the_meta_device_is_refused(verb: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(
+        NotApplicableError, match=r"0\.weight is on the meta device and has no values\. Load its weights"
+    ):
+        verb(model)

@@ -390,7 +390,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "are not what its layers compute",
     ),
     "read, not called": (lambda: Net(_read, **_layers("qkv")), "are not what its layers compute"),
-    "no attention": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "it selects no module"),
+    "no attention": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "no module of the model is suitable"),
 }  # fmt: skip
 
 

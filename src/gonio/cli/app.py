@@ -86,14 +86,43 @@ def check_folder(target: str) -> None:
         raise InvalidArgumentError(asked, found, "Create it.")
 
 
-def check_folders(targets: Mapping[str, str | None]) -> None:
-    """:func:`check_folder` of every format that goes to a file."""
-    for target in targets.values():
-        if target not in (None, "-"):
-            check_folder(str(target))
-            if Path(str(target)).is_dir():
-                asked, do = say("cannot write {target!r}", target=target), say("Name a file in it.")
-                raise InvalidArgumentError(asked, say("a folder"), do)
+def check_folders(targets: Mapping[str, str | None], reads: Sequence[str | None] = ()) -> None:
+    """:func:`check_folder` of every option that writes a file; none may be of another option, or one that is read.
+
+    Args:
+        targets: the file of each option, by its name without dashes.
+        reads: words of the command that may name files or folders, such as a checkpoint or FILE.py:FUNCTION.
+    """
+    written: dict[Path, str] = {}
+    for name, target in targets.items():
+        if target in (None, "-"):
+            continue
+        check_folder(str(target))
+        asked, file = say("cannot write {target!r}", target=target), Path(str(target)).resolve()
+        if file.is_dir():
+            raise InvalidArgumentError(asked, say("a folder"), say("Name a file in it."))
+        if file.exists() and not file.is_file():  # a device or a pipe takes several
+            continue
+        if file in written:
+            options = joined([f"--{written[file]}", f"--{name}"], last=" and ")
+            raise InvalidArgumentError(asked, say("one file for {options}", options=options), "Name another file.")
+        written[file] = name
+        for word in filter(None, reads):
+            if _is_read(file, word):
+                found = say("a file that this command reads ({word})", word=word)
+                raise InvalidArgumentError(asked, found, "Name another file.")
+
+
+def _is_read(file: Path, word: str) -> bool:
+    """Whether a file is the one that a word names, or holds weights in the folder that it names."""
+    from gonio.measuring.reading.kinds import KINDS
+
+    if not file.exists():
+        return False
+    named = [Path(word), *([Path(word.rpartition(":")[0])] if ":" in word else [])]
+    if any(path.is_file() and path.samefile(file) for path in named):
+        return True
+    return named[0].is_dir() and file.is_relative_to(named[0].resolve()) and file.suffix in KINDS
 
 
 def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callable[[], str]]) -> bool:

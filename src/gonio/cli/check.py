@@ -51,7 +51,7 @@ def check(
             say("{count} of them", count=len(paths)),
             "Check them one by one.",
         )
-    check_folders({"save": save_to, "json": json})
+    check_folders({"save": save_to, "json": json}, [*paths, against])
     results = []
     for path in [in_cache(path) or path for path in paths]:
         with progress("checking") as update:

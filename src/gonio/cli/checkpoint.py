@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.shards import open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file, small_json
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
-from gonio.messages import counted, say
+from gonio.messages import Message, counted, joined, say
 from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
 
@@ -122,11 +122,12 @@ def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None =
 def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Load every tensor; none may be missing or unexpected.
 
-    A file of transformers names a tied weight once; one of data parallel training has `module.` before all names.
+    A file of transformers names a tied weight once; one of a trainer has the name of its attribute before all names.
     """
     own, state = model.state_dict(keep_vars=True), checkpoint.state
     if not own.keys() & state.keys():
         state = {clean: state[name] for name, clean in clean_names(state).items()}
+        state = _without_prefix(state, own)
     known = {id(own[name]): tensor for name, tensor in state.items() if name in own}
     tied = {name: known[id(tensor)] for name, tensor in own.items() if id(tensor) in known}
     try:
@@ -138,14 +139,42 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
             why = say("it holds an adapter of {layers} ({names}), and --model is for a whole model", **told)
             merge = say("Merge the adapter into its base first (peft: merge_and_unload).")
             raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", why, merge) from error
-        do = "Name the model of the checkpoint, with its number of classes (file.py:factory)."
+        do = say("Name the model of the checkpoint, with its number of classes (file.py:factory).")
+        if checkpoint.folded:
+            do = say(
+                "Layers were folded in it, so that it has other tensors than the model. Take the file before the fold."
+            )
         if not model.state_dict().keys() & checkpoint.state.keys():
-            do = "No name is in both: the checkpoint is of another architecture. Name its own model (file.py:factory)."
+            do = say(
+                "No name is in both: the checkpoint is of another architecture. Name its own model (file.py:factory)."
+            )
+            if starts := _prefixes(checkpoint.state, own):
+                after = joined([*map(repr, starts)], last=" and ")
+                do = say("The model's names are in it after {named}. Save one of these parts alone.", named=after)
         kinds = kinds_in(checkpoint.state)
         if kinds or any(".parametrizations." in name for name in checkpoint.state):
             named = f" ({listing(kinds)})" if kinds else ""
-            do = f"Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model."
+            do = say(
+                "Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model.",
+                named=named,
+            )
         raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", found, do) from error
+
+
+def _without_prefix(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tensors without what stands before all their names, where the rest are names of the model."""
+    first = next(iter(state), "")
+    for start in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
+        if all(name.startswith(start) and name.removeprefix(start) in own for name in state):
+            return {name.removeprefix(start): value for name, value in state.items()}
+    return state
+
+
+def _prefixes(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """What stands before the names of the whole model, where a checkpoint holds it beside other parts."""
+    first = next(iter(own), "")
+    starts = [name.removesuffix(first) for name in state if first and name.endswith(f".{first}")]
+    return [start for start in starts if all(f"{start}{name}" in state for name in own)]
 
 
 def _adapted(checkpoint: Checkpoint) -> list[str]:
@@ -166,13 +195,17 @@ def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """Which names are missing or unknown, and which have another shape."""
     shared = [name for name in own if name in given]
     shapes = [name for name in shared if getattr(own[name], "shape", None) != getattr(given[name], "shape", None)]
-    groups = {
-        "missing": [name for name in own if name not in given],
-        "unknown": [name for name in given if name not in own],
-        "of another shape": shapes,
-    }
-    shown = {what: listing([f"{name:.80}" for name in names], limit=3) for what, names in groups.items()}
-    return "; ".join(f"{len(names)} {what} ({shown[what]})" for what, names in groups.items() if names)
+    missing, unknown = [name for name in own if name not in given], [name for name in given if name not in own]
+    told = [
+        say("{count} missing ({names})", count=len(missing), names=_named(missing)) if missing else "",
+        say("{count} unknown ({names})", count=len(unknown), names=_named(unknown)) if unknown else "",
+        say("{count} of another shape ({names})", count=len(shapes), names=_named(shapes)) if shapes else "",
+    ]
+    return joined([each for each in told if each], "; ")
+
+
+def _named(names: Sequence[str]) -> Message:
+    return listing([f"{name:.80}" for name in names], limit=3)
 
 
 def check_target(path: str) -> None:

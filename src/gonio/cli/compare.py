@@ -15,7 +15,7 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, show, users_code
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.messages import say
+from gonio.messages import counted, say
 
 if TYPE_CHECKING:
     from gonio.lab import StudyPlan
@@ -187,6 +187,7 @@ def compare(
     """
     given = {name: value for name, default in _DEFAULTS.items() if (value := context.params[name]) != default}
     _check(recipes or [], given)
+    _check_engine(engine, cpus, gpus)
     if engine == "local" and not dry_run:
         from gonio.lab.running.engines.local import server_running
 
@@ -283,15 +284,19 @@ def _show_plan(plan: StudyPlan, study: Path, jobs: int | None) -> None:
         print_out("\n\n".join(str(Recipe.from_dict(entry.content).plan(model)) for entry in plan.recipes[1:]))
 
 
+def _check_engine(name: str, cpus: float, gpus: float | None) -> None:
+    """Refuse an engine that does not exist, and settings of a cluster without one."""
+    if name not in ("local", "ray"):
+        raise UnknownNameError("engine", name, ["local", "ray"])
+    if name == "local" and (cpus, gpus) != (1.0, None):
+        raise InvalidArgumentError("--cpus and --gpus need --engine ray", "--engine local", "Leave them out.")
+
+
 def _engine(name: str, jobs: int | None, cpus: float, gpus: float | None, devices: Devices) -> Engine:
     from gonio.lab.running.engines import Local, Ray
 
     if name == "ray":
         return Ray(cpus=cpus, gpus=float(devices.kind == "cuda") if gpus is None else gpus, jobs=jobs)
-    if name != "local":
-        raise UnknownNameError("engine", name, ["local", "ray"])
-    if (cpus, gpus) != (1.0, None):
-        raise InvalidArgumentError("--cpus and --gpus need --engine ray", "--engine local", "Leave them out.")
     return Local(jobs, devices)
 
 
@@ -300,13 +305,14 @@ def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | N
     from gonio import lab
     from gonio.lab.showing import text, write_html
 
-    size = f"{len(plan.recipes)} recipes (with the baseline) × {len(plan.seeds)} seeds"
+    recipes, seeds = counted(len(plan.recipes), "recipe"), counted(len(plan.seeds), "seed")
+    size = say("{recipes} (with the baseline) × {seeds}", recipes=recipes, seeds=seeds)
     print_err(
         say(
-            "study {study}: {size} = {count} runs; --dry-run estimates the time",
+            "study {study}: {size} = {runs}; --dry-run estimates the time",
             study=study,
             size=size,
-            count=len(plan.grid),
+            runs=counted(len(plan.grid), "run"),
         )
     )
     watcher = lab.watcher_for(sys.stderr)
@@ -318,10 +324,12 @@ def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | N
         print_out(f"\n{tested}")
         if not tested.passed:
             raise typer.Exit(ExitCode.FINDING)
-    told = {"count": len(results.runs), "refused": sum(run.refused for run in results.runs)}
-    if lost := results.failed - told["refused"]:
-        print_err(say("{failed} of {count} runs failed; rerun the same command to try them again", failed=lost, **told))
-    if told["refused"]:
-        print_err(say("runs that were refused, as they would be again: {refused} of {count}", **told))
+    runs, refused = counted(len(results.runs), "run"), sum(run.refused for run in results.runs)
+    if lost := results.failed - refused:
+        print_err(say("{failed} of {runs} failed; rerun the same command to try again", failed=lost, runs=runs))
+    if refused:
+        print_err(
+            say("runs that were refused, as they would be again: {refused} of {runs}", refused=refused, runs=runs)
+        )
     if results.failed or results.missing:
         raise typer.Exit(ExitCode.PARTIAL)

@@ -49,7 +49,7 @@ def cost(
     from gonio.lab.running.step_cost import step_costs
     from gonio.recipes import Recipe
 
-    check_folders({"json": json})
+    check_folders({"json": json}, [*(recipes or []), model, batch])
     chosen = [Recipe.load(name) for name in recipes or BUILT_IN_RECIPES]
     example = read_batch(batch, option="--batch")
     check_runs(build_model(model, seed=seed), example, option="--batch")

@@ -40,6 +40,7 @@ Unproven = Annotated[
 
 
 def doctor(
+    context: typer.Context,
     source: options.Source,
     *,
     model: options.OfCheckpoint = None,
@@ -63,12 +64,14 @@ def doctor(
     from gonio.measuring.reading.source import name_of
     from gonio.seeding import RandomInput
 
-    check_folders({"json": json})
+    check_folders({"json": json}, [source, model, task, batch, base])
     _check_output(output)
     held = None if model is None else read(source)
     first: Any = read_source(source, seed=seed) if held is None or model is None else restored_model(held, model)
-    if isinstance(first, str) and (task or batch or base):
-        option = "--task" if task else "--batch" if batch else "--base"
+    if held is not None or isinstance(first, str):
+        options.refuse_unused(context, "seed", say("files alone, whose weights are not random"))
+    if isinstance(first, str) and (task or batch or base or unproven):
+        option = "--task" if task else "--batch" if batch else "--base" if base else "--unproven"
         raise InvalidArgumentError(
             say("{option} takes a model", option=option), "a file alone", "Add --model FILE.py:FACTORY."
         )

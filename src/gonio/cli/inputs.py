@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gonio import models
 from gonio.cli.app import print_err, users_code
-from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError
+from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError, with_article
 from gonio.measuring.reading.hub import snapshot
 from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent, nearly_a_file
@@ -146,7 +146,7 @@ def _batch_from_file(path: Path) -> Any:
         raise UnreadableFileError(str(path), why, "Save one tensor, or a dict of tensors.") from error
     named = isinstance(content, dict) and content and all(isinstance(value, Tensor) for value in content.values())
     if not (isinstance(content, Tensor) or named):
-        found = f"it holds a {type(content).__name__}"
+        found = f"it holds {with_article(type(content).__name__)}"
         raise UnreadableFileError(str(path), found, "Save one tensor, or a dict of them.")
     return next(iter(content.values())) if named and len(content) == 1 else content
 

@@ -18,7 +18,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.messages import Message, fixed, local, say
 
 if TYPE_CHECKING:
-    from gonio.measuring import Changes, Differences, Finding, Measurements, Outline, Suppression, Widths
+    from gonio.measuring import Changes, Differences, Finding, Measurements, Suppression, Widths
 
 _SHOWN = 10  # findings on stderr
 _LEVELS: tuple[str, ...] = get_args(options.Level)
@@ -26,6 +26,7 @@ _BATCH = 32  # samples that models of several widths see
 
 
 def measure(
+    context: typer.Context,
     source: options.Source,
     after: options.After = None,
     *,
@@ -56,15 +57,13 @@ def measure(
     Checkpoints are read as data: no code in them runs. A configuration file can suppress findings by code
     (ignore = ["G405"]) and by layer ([per-layer-ignores] with "head.*" = ["G101"]).
     """
-    from gonio import measuring
     from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.config import suppression
     from gonio.cli.inputs import read_source
     from gonio.measuring.cache import cache_folder
-    from gonio.models.by_name import is_user_code
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}
-    check_folders(targets)
+    check_folders({**targets, "journal": journal}, [source, *(after or []), model, batch, base, config])
     whole: dict[str, Any] = {"--model": model, "--batch": batch, "--base": base, "--fail-on": fail_on}
     whole |= {"--ignore": ignore, "--config": config, "--also": also, "--deep": deep}
     spread = {"--engine": engine != "local", "--jobs": jobs > 1, "--journal": journal}
@@ -73,23 +72,43 @@ def measure(
         _refuse("--widths", {**whole, **spread, "--headers": headers, "--key": key, "a second source": after})
         _widths(source, widths, task, seed, targets)
         return
+    options.refuse_unused(context, "task", say("no --widths"))
     if after:
         _refuse("two sources", {**whole, "--fail-on": None, "--headers": headers})
-        _changes([read_source(word, seed=seed, key=key) for word in (source, *after)], how, targets, fail_on)
+        _changes(context, [read_source(word, seed=seed, key=key) for word in (source, *after)], how, targets, fail_on)
         return
     _refuse("--headers", {**whole, **spread, "--html": html, "--csv": csv, "--md": md} if headers else {})
     _refuse("--model", {"--base": base, "--key": key, **spread} if model else {})
     first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source), model)
+    based = None if base is None else read_source(base, seed=seed)
+    _check_effect(context, [based, *([] if model is not None else [first])])
     if headers:
-        _write_outline(measuring.outline(first), json)
+        _write_outline(first, json)
         return
     suppressing = suppression(config, ignore or [])
     how |= {"extra_figures": [figure.value for figure in also or []], "deep": deep}
-    how |= {"batch": _example(first, batch), "base": None if base is None else read_source(base, seed=seed)}
+    how |= {"batch": _example(first, batch), "base": based}
     how |= {"cache": None if no_cache or journal else cache_folder(os.environ)}
+    _one(first, _notes(first, source, model, seed), how, suppressing, targets, fail_on)
+
+
+def _check_effect(context: typer.Context, sources: Sequence[Any]) -> None:
+    """Refuse --seed where no source is a model that is built, and --key where none is a file."""
+    from gonio.measuring.reading.source import CheckpointPart
+
+    files = [isinstance(each, (str, os.PathLike, CheckpointPart)) for each in sources if each is not None]
+    if all(files):
+        options.refuse_unused(context, "seed", say("files alone, whose weights are not random"))
+    if not any(files):
+        options.refuse_unused(context, "key", say("no checkpoint, which may hold several state dicts"))
+
+
+def _notes(first: Any, source: str, model: str | None, seed: int) -> tuple[str, ...]:
+    """What a reader has to know of weights that were drawn."""
+    from gonio.models.by_name import is_user_code
+
     drawn = not isinstance(first, (str, os.PathLike)) and model is None and not is_user_code(source)
-    notes = (say("random weights (seed {seed}), not trained ones", seed=seed),) if drawn else ()
-    _one(first, notes, how, suppressing, targets, fail_on)
+    return (say("random weights (seed {seed}), not trained ones", seed=seed),) if drawn else ()
 
 
 def _one(
@@ -126,10 +145,15 @@ def _example(source: Any, batch: str | None) -> Any:
 
 
 def _changes(
-    sources: list[Any], how: dict[str, Any], targets: dict[str, str | None], fail_on: options.Level | None
+    context: typer.Context,
+    sources: list[Any],
+    how: dict[str, Any],
+    targets: dict[str, str | None],
+    fail_on: options.Level | None,
 ) -> None:
     from gonio import measuring
 
+    _check_effect(context, sources)
     if len(sources) > 2:
         _refuse("more than two sources", {"--journal": how.pop("journal")})
     with progress("comparing") as update:
@@ -182,7 +206,10 @@ def _write(found: Measurements | Differences | Changes | Widths, targets: dict[s
     return saved
 
 
-def _write_outline(outline: Outline, json: str | None) -> None:
+def _write_outline(source: Any, json: str | None) -> None:
+    from gonio import measuring
+
+    outline = measuring.outline(source)
     if not save_formats({"json": json}, {"json": outline.to_json}):
         show(outline)
 

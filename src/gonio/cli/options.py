@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from gonio.messages import speak
+from gonio.errors import InvalidArgumentError
+from gonio.messages import say, speak
 
 MODEL_HELP = "timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory"
 
@@ -62,6 +63,19 @@ def with_language(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {**hints, "lang": Lang}
     del run.__wrapped__
     return run
+
+
+def is_named(context: typer.Context, parameter: str) -> bool:
+    """Whether an option is on the command line; one that a file sets, or a default, need not have an effect."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def refuse_unused(context: typer.Context, parameter: str, needs: str) -> None:
+    """Refuse an option that is on the command line and has no effect there."""
+    if is_named(context, parameter):
+        asked = say("{option} has no effect here", option=f"--{parameter.replace('_', '-')}")
+        raise InvalidArgumentError(asked, needs, "Leave it out.")
 
 
 # --- gonio measure ---------------------------------------------------------------------------------

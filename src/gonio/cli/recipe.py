@@ -8,7 +8,7 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import print_err, print_out
-from gonio.messages import say
+from gonio.messages import counted, say
 
 
 def plan(recipe: options.Recipe, model: options.Model) -> None:
@@ -101,7 +101,7 @@ def fold(
     if example is None:
         print_err(say("the outputs were not compared; --batch compares them"))
     plain, folded = set(build_model(model).state_dict()), set(built.state_dict())
-    counts = {"more": len(folded - plain), "fewer": len(plain - folded)}
-    fits = say("it has {more} tensors that the model lacks and lacks {fewer} that it has", **counts)
+    counts = {"more": counted(len(folded - plain), "tensor"), "fewer": len(plain - folded)}
+    fits = say("it has {more} that the model lacks, and lacks {fewer} that the model has", **counts)
     loads = say("it loads into the model") if plain == folded else fits
     print_err(say("checkpoint written to {output}; {loads}", output=output, loads=loads))

@@ -12,7 +12,7 @@ from gonio.cli import options
 from gonio.cli.app import check_folders, print_out, save_formats, show
 from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import plain
-from gonio.messages import say
+from gonio.messages import counted, say
 
 if TYPE_CHECKING:
     from gonio.lab import RunRecord, StudyPlan
@@ -47,7 +47,7 @@ def report(
     from gonio.lab.showing.exports import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
-    check_folders(targets)
+    check_folders(targets, [str(study / own) for study in studies for own in ("plan.json", "study.db")])
     for study in studies:
         _check_folder(study)
     if len(studies) == 1 and (claims := claims_in(studies[0])) is not None:
@@ -123,4 +123,4 @@ def _grid(plan: StudyPlan, runs: tuple[RunRecord, ...]) -> str:
     counts = ", ".join(f"{found.count(kind)} {kind} ({_SIGNS[kind]})" for kind in ("finished", "diverged", "failed"))
     missing = len(plan.grid) - len(found)
     errors = [f"{names[r.recipe]}, seed {r.seed}: {r.status}: {plain(r.error or '')}" for r in runs if r.error]
-    return "\n".join([*lines, "", f"{len(plan.grid)} runs: {counts}, {missing} to do (.)", *errors])
+    return "\n".join([*lines, "", f"{counted(len(plan.grid), 'run')}: {counts}, {missing} to do (.)", *errors])

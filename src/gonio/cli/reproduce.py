@@ -14,7 +14,7 @@ from gonio.cli import options
 from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import aligned
-from gonio.messages import local, say
+from gonio.messages import counted, local, say
 
 if TYPE_CHECKING:
     from gonio.lab.claims import Claim, ClaimOptions, ClaimResults
@@ -124,7 +124,8 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
         plan = plan_claim(claim, chosen)
         seconds = plan_seconds(plan, at_once)
         total += seconds
-        size = f"{len(plan.recipes)} arms × {len(plan.seeds)} seeds"
+        arms, seeds_of = counted(len(plan.recipes), "arm"), counted(len(plan.seeds), "seed")
+        size = say("{arms} × {seeds}", arms=arms, seeds=seeds_of)
         print_out(
             say(
                 "{name}: {size}, task {task}, about {seconds:.0f} s{too_few}",
@@ -186,7 +187,7 @@ def _check_complete(found: ClaimResults) -> None:
     """Exit with 4 if runs failed or are missing."""
     failed, refused = sum(one.failed for one in found.results), sum(one.refused for one in found.results)
     if failed > refused:
-        print_err(say("{failed} runs failed; rerun the same command to try them again", failed=failed - refused))
+        print_err(say("{runs} failed; rerun the same command to try again", runs=counted(failed - refused, "run")))
     if refused:
         print_err(say("runs that were refused, as they would be again: {refused}", refused=refused))
     if failed or any(one.missing for one in found.results):

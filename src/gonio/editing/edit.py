@@ -26,7 +26,7 @@ from gonio.editing.where import (
     reshard_,
     sites,
 )
-from gonio.errors import GonioWarning, NotApplicableError, UndoError, listing
+from gonio.errors import GonioWarning, NotApplicableError, UndoError, listing, with_article
 from gonio.escaping import html_table
 from gonio.messages import Message, counted, fixed, local, say
 
@@ -452,10 +452,10 @@ class _Undo:
             return "the model was sharded since"
         for module, kind in self._classes:
             if type(module) is not kind:
-                return f"a {kind.__name__} became a {type(module).__name__} since"
+                return f"{with_article(kind.__name__)} became {with_article(type(module).__name__)} since"
         for parent, name, child in self._slots:
             if parent._modules.get(name) is not child:
-                return f"another module was put in the place of {name!r} of a {type(parent).__name__} since"
+                return f"another module was put in the place of {name!r} of {with_article(type(parent).__name__)} since"
         here = {id(parameter) for parameter in model.parameters()}
         if any(id(tensor) not in here for tensor in self._parameters):
             return "a Parameter of the layers it changed is another object now (load_state_dict with assign=True?)"

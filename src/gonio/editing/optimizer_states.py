@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit
-from gonio.editing.steps import inner_optimizers, is_transparent, with_article
-from gonio.errors import NotApplicableError
+from gonio.editing.steps import inner_optimizers, is_transparent
+from gonio.errors import NotApplicableError, with_article
 
 Value = TypeVar("Value")
 KEPT_RADIUS = "gonio_radius"  # of a held weight (gonio.hold_), in the state of its optimizer

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
-from gonio.errors import InvalidArgumentError, UntrainedParametersError
+from gonio.errors import InvalidArgumentError, UntrainedParametersError, with_article
 from gonio.messages import counted, say
 
 Parameters = Sequence[nn.Parameter]
@@ -64,10 +64,6 @@ def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
                 "Pass the torch.optim.Optimizer whose step() changes the weights.",
             )
     return tuple(found)
-
-
-def with_article(name: str) -> str:
-    return f"an {name}" if name[:1] in "AEIOU" else f"a {name}"
 
 
 def inner_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -362,8 +362,8 @@ def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.M
     if not taken:
         able = [site.path for site in everything if _why_not(site, can_act) is None]
         refused = [f"{site.path or 'the model'} ({_why_not(site, can_act)})" for site in matched]
-        text = str(selector)
-        if not matched and any(OfTypeName(text)(site.path, site.module) for site in everything):
+        text = asked_of(selector)
+        if text is not None and not matched and any(OfTypeName(text)(site.path, site.module) for site in everything):
             text = f"{text!r}, a glob over paths (for the class write 'type:{text}')"
         raise NoMatchError(verb, text, able, refused=refused)
     return taken
@@ -474,6 +474,19 @@ def refuse_shards(model: nn.Module, verb: str) -> None:
         why = "its parameters are sharded by tensor parallelism"
         do = "Edit the model before; parallelize_module takes plain layers alone, without a parametrization."
     raise NotApplicableError(verb, "", why, do, action="change")
+
+
+def asked_of(selector: Selector) -> str | None:
+    """A selector in the words of an error; None where it was left out."""
+    return None if isinstance(selector, Everything) else str(selector)
+
+
+def refuse_meta(model: nn.Module, verb: str) -> None:
+    """Raise where values are needed and tensors of the model have none."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    if first := next((name for name, tensor in named if tensor.is_meta), ""):
+        why = say("{name} is on the meta device and has no values", name=first)
+        raise NotApplicableError(verb, "", why, "Load its weights first.", action="change")
 
 
 def run_eagerly(model: nn.Module) -> AbstractContextManager[None]:

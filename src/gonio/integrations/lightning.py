@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError, with_article
 from gonio.measuring import Tracker, check_before_save
 from gonio.measuring.checking.check import Level
 from gonio.surgery import Change, Edited, UndoError
@@ -143,7 +143,7 @@ def _with(output: Any, penalty: Callable[[], Tensor]) -> Any:
     if isinstance(output, Mapping) and "loss" in output:
         return {**output, "loss": output["loss"] + penalty()}
     problem = "training_step returns the loss, a dict with 'loss', or None"
-    raise InvalidArgumentError(problem, f"a {type(output).__name__}", "Return one of them.")
+    raise InvalidArgumentError(problem, with_article(type(output).__name__), "Return one of them.")
 
 
 def tracker_callback(tracker: Tracker) -> Any:

@@ -406,8 +406,32 @@ def extended(old: StudyPlan, new: StudyPlan, *, path: str, finished: int) -> Stu
     return replace(new, history=history, versions=old.versions)
 
 
+def _in_old_names(old: StudyPlan, new: StudyPlan) -> StudyPlan:
+    """The new plan with the old one's names of files that are the same: seen from another folder, or moved."""
+    names = {}
+    if new.task != old.task and (_same_code(old.task, new.task, old, new) or _same_data(old, new)):
+        names[new.task] = old.task
+    if new.model != old.model and _same_code(old.model, new.model, old, new):
+        names[new.model] = old.model
+    code = {names.get(spec, spec): digest for spec, digest in new.code.items()}
+    return replace(new, task=names.get(new.task, new.task), model=names.get(new.model, new.model), code=code)
+
+
+def _same_code(was: str, now: str, old: StudyPlan, new: StudyPlan) -> bool:
+    """Whether two names FILE.py:FUNCTION are of one function of files with the same content."""
+    digest = old.code.get(was)
+    return digest is not None and digest == new.code.get(now) and was.rpartition(":")[2] == now.rpartition(":")[2]
+
+
+def _same_data(old: StudyPlan, new: StudyPlan) -> bool:
+    """Whether two names SOURCE:PATH are of one source and the same data."""
+    (source, _, _), (other, _, _) = old.task.rpartition(":"), new.task.rpartition(":")
+    no_code = old.task not in old.code and new.task not in new.code
+    return no_code and bool(source) and source == other and bool(old.data) and old.data == new.data
+
+
 def _changes(old: StudyPlan, new: StudyPlan) -> list[tuple[str, str, str]]:
-    before, after = _flat(old), _flat(new)
+    before, after = _flat(old), _flat(_in_old_names(old, new))
     keys = [*before, *(key for key in after if key not in before)]
     changes = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in keys]
     changes = [(key, was, now) for key, was, now in changes if was != now]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import referrer
 from gonio.editing.steps import watch
-from gonio.editing.where import require_model
+from gonio.editing.where import asked_of, require_model
 from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
 from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
@@ -176,7 +176,7 @@ class Tracker:
             left = self._left_out(found)
             paths = [entry.path[:80] for entry in found if entry.name not in left]
             refused = [f"{entry.path[:80]} ({left[entry.name]})" for entry in found if entry.name in left]
-            raise NoMatchError("Tracker", str(self._selector), paths, refused=refused)
+            raise NoMatchError("Tracker", asked_of(self._selector), paths, refused=refused)
         optimizers = [] if optimizer is None else checked_optimizers(model, optimizer)
         self._attention = AttentionFigures(model, example) if "attention" in also else None
         self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from gonio.errors import InvalidArgumentError, UnknownNameError, closest, listing
+from gonio.errors import InvalidArgumentError, UnknownNameError, closest, listing, with_article
 from gonio.measuring.reading.hub import how_to_fetch
 from gonio.messages import joined, say
 from gonio.models.built_in import BUILT_IN
@@ -46,7 +46,7 @@ class ModelFactory:
         model: Any = self.function(**given)
         if not isinstance(model, nn.Module):
             name, kind = self.spec.rpartition(":")[2], type(model).__name__
-            found = f"that {name}() returned {'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+            found = f"that {name}() returned {with_article(kind)}"
             raise InvalidArgumentError(
                 say("{spec!r} must build a model", spec=self.spec), found, "Return a torch.nn.Module."
             )
@@ -224,7 +224,7 @@ def _function(spec: str, path: Path, name: str, module: Any) -> Callable[..., An
         raise UnknownNameError(say("function in {path}", path=path), name, public)
     function: Any = getattr(module, name)
     if not callable(function):
-        found, do = f"a {type(function).__name__}", "Name a function that builds it."
+        found, do = with_article(type(function).__name__), "Name a function that builds it."
         raise InvalidArgumentError(say("{spec!r} must name a function", spec=spec), found, do)
     return function
 

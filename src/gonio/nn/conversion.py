@@ -7,19 +7,20 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from gonio.errors import NotApplicableError
+from gonio.errors import NotApplicableError, with_article
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def check_plain(layer: nn.Module, *kinds: type[nn.Module], verb: str) -> None:
     """Raise unless `layer` computes exactly what one of torch's `kinds` computes from its own parameters."""
-    found = type(layer).__name__
+    found = _own_class(layer).__name__
     kind = next((kind for kind in kinds if isinstance(layer, kind)), None)
     if kind is None:
         known = " or ".join(each.__name__ for each in kinds)
-        raise NotApplicableError(verb, found, f"it takes a {known}", "Select layers of that type.")
+        raise NotApplicableError(verb, found, f"it takes {with_article(known)}", "Select layers of that type.")
     for method in ("forward", "_conv_forward"):
         if getattr(type(layer), method, None) is not getattr(kind, method, None) or method in vars(layer):
             why = f"this subclass of {kind.__name__} computes something else"
@@ -27,6 +28,12 @@ def check_plain(layer: nn.Module, *kinds: type[nn.Module], verb: str) -> None:
     if isinstance(getattr(type(layer), "weight", None), property) or "weight" not in layer._parameters:
         why = "its weight is computed by a parametrization"
         raise NotApplicableError(verb, found, why, "Fold the parametrization first.")
+
+
+def _own_class(layer: nn.Module) -> type[nn.Module]:
+    """The class of a layer before a parametrization replaced it by a generated one."""
+    own: type[nn.Module] = getattr(type(layer), "parametrized_base", None) or type_before_parametrizations(layer)
+    return own
 
 
 def share_(target: Layer, source: nn.Module) -> Layer:

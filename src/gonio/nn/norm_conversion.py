@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, with_article
 from gonio.nn.conversion import check_plain
 from gonio.nn.switchable_norm import SwitchableNorm
 
@@ -154,7 +154,7 @@ def to_layer_norm(
     if len(positions) not in _ranks(norm):
         ranks = " or ".join(map(str, _ranks(norm)))
         raise InvalidArgumentError(
-            f"to_layer_norm: a {type(norm).__name__} needs the sizes of {ranks} positions",
+            f"to_layer_norm: {with_article(type(norm).__name__)} needs the sizes of {ranks} positions",
             f"positions={tuple(positions)}",
             "Pass the sizes of its inputs after (N, C), or use to_group_norm(norm, groups=1), the same function.",
         )
@@ -194,7 +194,7 @@ def _dims(norm: nn.Module, dims: int | None, *, verb: str) -> int:
         return ranks[0]
     if dims is not None and dims in ranks:
         return dims
-    about = f"{verb}: a {type(norm).__name__}"
+    about = f"{verb}: {with_article(type(norm).__name__)}"
     if ranks == (0,):
         about += f" over ({_channels(norm)},), which normalises the last axis of its inputs,"
     do = "Pass the number of dimensions of its inputs after (N, C)."

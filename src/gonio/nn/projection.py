@@ -10,7 +10,7 @@ from torch import nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Where, as_selector, select, sites
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, with_article
 from gonio.messages import counted, joined, say
 from gonio.nn.decoupled import Decoupled
 
@@ -79,7 +79,7 @@ def project_weights_(model: nn.Module, *, where: Where = None, norm: float = 1.0
 def cannot_project(module: nn.Module) -> str | None:
     """Why the output of a module does not depend on the directions of its filters alone; None if it does."""
     if not isinstance(module, Decoupled):
-        return f"it is a {type(module).__name__}, not a decoupled layer"
+        return f"it is {with_article(type(module).__name__)}, not a decoupled layer"
     if module.operator.weighted is not None:
         return f"its output depends on the norm of its filters (weighted={module.operator.weighted!r})"
     if module.blends:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, real_optimizers, watch
-from gonio.editing.where import Where, as_selector, is_replicated, refuse_shards, sites, unwrapped
+from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.messages import counted, say
 from gonio.optim.holding import step_of_hold
@@ -188,7 +188,7 @@ def _chosen(
     chosen = [block for block in able if at[block.path].matches(selector)]
     if not chosen:
         refused = [f"{path or 'the model'} ({why})" for path, why in left.items()]
-        raise NoMatchError("clip_qk_", str(selector), [block.path for block in able], refused=refused)
+        raise NoMatchError("clip_qk_", asked_of(selector), [block.path for block in able], refused=refused)
     for path, why in left.items() if where is not None else ():
         kind = at[path].kind
         raise NotApplicableError("clip_qk_", path, why, "Exclude it in `where`.", action="clip logits of", kind=kind)

@@ -21,7 +21,7 @@ from gonio.editing.steps import (
     refuse_kept_list,
     take_out_,
 )
-from gonio.editing.where import Where, as_selector, sites
+from gonio.editing.where import Where, as_selector, asked_of, sites
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
@@ -272,7 +272,7 @@ def release_(model: nn.Module) -> Edited:
                     edit.on_undo(partial(hold.begin_, parameter))
                     hold.end_(parameter)
         if not edit.changes:
-            raise NoMatchError("release_", "every module", [])
+            raise NoMatchError("release_", None, [])
     return edit.done()
 
 
@@ -322,7 +322,7 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
                 taken.setdefault(id(own), ref)
     if not taken:
         refused = [f"{path} ({why})" for path, why in left.items()]
-        raise NoMatchError("hold_", str(selector), able, refused=refused)
+        raise NoMatchError("hold_", asked_of(selector), able, refused=refused)
     return list(taken.values()), left
 
 

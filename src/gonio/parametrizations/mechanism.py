@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError, with_article
 from gonio.execution import is_sharded
 from gonio.geometry.views import Layout, layout_of
 from gonio.parametrizations.checkpoints import translate_
@@ -161,7 +161,7 @@ def detach(module: nn.Module, name: str, *, keep: Literal["raw", "weight"] = "ra
         raise InvalidArgumentError('detach() needs keep="raw" or "weight"', repr(keep), "Choose one.")
     base, names = _own_class(module)
     if type(module) is not parametrized_class(base, names):
-        why = f"the layer became a {type(module).__name__} after the parametrization was attached"
+        why = f"the layer became {with_article(type(module).__name__)} after the parametrization was attached"
         raise NotApplicableError("detach()", name, why, "Undo that change first. Fold a model before it is sharded.")
     if keep == "weight":
         raw = cast(nn.Parameter, module._parameters[name])

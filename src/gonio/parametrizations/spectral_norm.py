@@ -487,7 +487,7 @@ def tick_on_step(optimizer: Any, model: nn.Module) -> Edited:
                     weights[f"{site.path}.{name}".removeprefix(".")] = parameter
                     edit.changed(site.path, say("{name}: {norm} advances after each step", name=name, norm=str(found)))
         if not edit.changes:
-            raise NoMatchError("tick_on_step", "the model", [])
+            raise NoMatchError("tick_on_step", None, [])
         edit.on_undo(watch(optimizer, after=after, verb="tick_on_step"))
         expect_steps_(edit, optimizer, weights)
     return edit.done()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gonio.editing.where import Where, as_selector, left_out, select
-from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.editing.where import Where, as_selector, asked_of, left_out, select
+from gonio.errors import InvalidArgumentError, NoMatchError, with_article
 from gonio.geometry.norms import whole
 from gonio.geometry.views import matrix_view, unview, why_not_dense
 from gonio.parametrizations.mechanism import parametrization_of
@@ -62,7 +62,7 @@ def bind(
     if isinstance(rules, Regularizer):
         raise InvalidArgumentError(
             "Penalty(model, rules) takes a list of pairs (where, regularizer)",
-            f"a {type(rules).__name__}",
+            with_article(type(rules).__name__),
             f"For all layers write Penalty(model, [(None, {type(rules).__name__}(…))]).",
         )
     context = _Context(model, heads)
@@ -76,7 +76,7 @@ def bind(
         found = list(_bindings(model, where, regularizer, context))
         if all(b.skipped for b in found):
             refused = [f"{b.weight.label} ({b.skipped})" for b in found]
-            raise NoMatchError(type(regularizer).__name__, str(as_selector(where)), [], refused=refused)
+            raise NoMatchError(type(regularizer).__name__, asked_of(as_selector(where)), [], refused=refused)
         bindings += found
         left |= left_out(model, where, can_act=partial(can_act, kind=type(regularizer), named=where is not None))
     return bindings, [*context.remarks(), *(f"{path} has no term: {why}" for path, why in left.items())]

@@ -138,7 +138,8 @@ def find(verb: str, name: str) -> Entry:
     if name in known:
         return known[name]
     elsewhere = [other for other in (*VERBS, "optimizer") if other != verb and name in catalogue(other)]
-    kind = f"name for {verb} (it belongs under {elsewhere[0]})" if elsewhere else f"name for {verb}"
+    entry = "optimizer" if verb == "optimizer" else f"entry of {verb}"
+    kind = f"{entry} (it belongs under {elsewhere[0]})" if elsewhere else entry
     raise UnknownNameError(kind, name, ["keep", *known] if verb in VERBS else known)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.optimizer_states import move_state_
 from gonio.editing.steps import check_optimizer
-from gonio.editing.where import refuse_shards
+from gonio.editing.where import refuse_meta, refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.messages import fixed, joined, say
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
@@ -96,6 +96,7 @@ def balance_(
         raise InvalidArgumentError('balance_ takes level="neuron" or "layer"', repr(level), "Choose one.")
     check_optimizer(optimizer, model, "balance_")
     refuse_shards(model, "balance_")
+    refuse_meta(model, "balance_")
     same = SameFunction(model, example)
     evaluation, training = (trace(model, training=mode, dims=same.dims) for mode in (False, True))
     found = movable(evaluation, training, lambda: same)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, as_selector, select, sites
+from gonio.editing.where import Site, Where, as_selector, refuse_meta, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
 from gonio.messages import joined, say
@@ -79,12 +79,20 @@ def calibrate_(
         raise InvalidArgumentError('calibrate_ takes variance="total" or "mean"', repr(variance), "Choose one.")
     if channels not in ("all", "invalid"):
         raise InvalidArgumentError('calibrate_ takes channels="all" or "invalid"', repr(channels), "Choose one.")
+    refuse_meta(model, "calibrate_")
     checked_batches("calibrate_", batches)
     found = select(model, where, verb="calibrate_", can_act=can_act)
     layers = [_RunningMoments(site, of_batches=variance == "mean") for site in found]
     count = _run(model, batches, layers)
     with Edit(model, "calibrate_") as edit:
-        edit.note(say("{count} batches, variance={variance!r}", count=count, variance=variance))
+        edit.note(
+            say(
+                "{count} batch{s}, variance={variance!r}",
+                count=count,
+                s="" if count == 1 else "es",
+                variance=variance,
+            )
+        )
         for moments in layers:
             _store_(edit, moments, channels)
         chosen = [

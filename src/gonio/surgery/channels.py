@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from gonio.errors import with_article
 from gonio.geometry.scale import HOMOGENEOUS
 from gonio.messages import say
 from gonio.surgery.facts import ACTIVATIONS, TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
@@ -133,7 +134,7 @@ class _ChannelReader:
         path = str(node.target)
         refusal = self.graph.why_pinned(path, module)
         if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
-            refusal = say("{path} is a {kind}", path=path, kind=type(module).__name__)
+            refusal = say("{path} is {kind}", path=path, kind=with_article(type(module).__name__))
         linear = isinstance(module, nn.Linear)
         for flow in flows:
             read = 0 if refusal else int(module.in_features if linear else module.in_channels)  # type: ignore[arg-type]

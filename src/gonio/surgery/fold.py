@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, as_selector, refuse_shards, sites, unwrapped
+from gonio.editing.where import Site, Where, as_selector, asked_of, refuse_shards, sites, unwrapped
 from gonio.errors import NoMatchError, NotApplicableError, listing
 from gonio.geometry.views import layout_of, matrix_view, unview, why_not_dense
 from gonio.messages import say
@@ -91,7 +91,7 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None, gains: 
         edit.note_stays(stay)
         if not edit.changes and not stay:
             refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
-            raise NoMatchError("fold_", str(selector), [], refused=refused)
+            raise NoMatchError("fold_", asked_of(selector), [], refused=refused)
         allowed = {dtype: max(each, min(10 * eps, 0.05)) for dtype, each in SAME_OUTPUTS.items()}
         same.check_(edit, "fold", allowed, 0.05)
     return edit.done()

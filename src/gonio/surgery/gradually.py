@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, expect_steps_, watch
 from gonio.editing.where import Where, select
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, with_article
 from gonio.messages import say
 from gonio.nn.decoupled import Decoupled
 
@@ -109,7 +109,8 @@ def convert_gradually_(
 
 def cannot_convert(module: nn.Module) -> str | None:
     """Why a module cannot be converted gradually; None if it can."""
-    return None if isinstance(module, Decoupled) else f"it is a {type(module).__name__}, not a decoupled layer"
+    kind = with_article(type(module).__name__)
+    return None if isinstance(module, Decoupled) else f"it is {kind}, not a decoupled layer"
 
 
 def _restorer(layer: Decoupled) -> Callable[[], None]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.twin import twin_of
-from gonio.editing.where import Everything, Site, refuse_shards, sites, unwrapped
-from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError
+from gonio.editing.where import Site, refuse_shards, sites, unwrapped
+from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError, with_article
 from gonio.nn import QKNormLinear
 from gonio.nn.conversion import share_
 from gonio.nn.qk_norm import check_eps
@@ -128,7 +128,7 @@ def qk_norm(model: nn.Module, *, example: Any = None, eps: float = 1e-6) -> QKNo
             if path in at and isinstance(at[path].module, QKNormLinear):
                 raise AlreadyAppliedError("qk_norm", path, "a QKNormLinear")
         refused = [f"{path or 'the model'} ({why})" for path, why in stays.items()]
-        raise NoMatchError("qk_norm", str(Everything()), [], refused=refused)
+        raise NoMatchError("qk_norm", None, [], refused=refused)
     rows = {at[path].module: heads for path, heads in _layers(able).items()}
     return QKNorm(stays, rows, eps)
 
@@ -187,7 +187,7 @@ def _why_not(block: Attention, at: Mapping[str, Site]) -> str | None:
         if layer is None:
             return f"{part.tensor} is not found by its name, as inside a wrapper"
         if not isinstance(layer, nn.Linear) or name != "weight":
-            return f"{part.tensor} is a tensor of a {type(layer).__name__}, not the weight of a Linear"
+            return f"{part.tensor} is a tensor of {with_article(type(layer).__name__)}, not the weight of a Linear"
         if not computes_plainly(layer):
             return f"{path} is a subclass of Linear with a forward of its own, which may compute something else"
         if len(part.rows) != 1 or part.dim != 0:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
 
+from gonio.errors import with_article
 from gonio.messages import say
 from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
 from gonio.surgery.graph import (
@@ -131,7 +132,7 @@ class _ScaleReader:
         path = str(node.target)
         refusal = self.graph.why_pinned(path, module)
         if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
-            refusal = say("{path} is a {kind}", path=path, kind=type(module).__name__)
+            refusal = say("{path} is {kind}", path=path, kind=with_article(type(module).__name__))
         if refusal:
             self._pin_inputs(node, refusal)
             self.variables.append(ScaleVariable(0, pinned=refusal))
@@ -150,7 +151,7 @@ class _ScaleReader:
 
     def _read_batch_norm(self, node: fx.Node, module: nn.Module) -> None:
         path, flows = str(node.target), self._inputs(node)
-        self._pin_inputs(node, say("a {kind} normalises it", kind=type(module).__name__))
+        self._pin_inputs(node, say("{kind} normalises it", kind=with_article(type(module).__name__)))
         known = self.graph.facts(node).why_not_affine is not None and module._parameters.get("weight") is not None
         if not known or self.graph.why_pinned(path, module):
             return

@@ -17,7 +17,14 @@ from torch.nn.parameter import is_lazy
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
 from gonio.editing.where import Site, Where, as_selector, holds_original, left_out, refuse_shards, select, sites
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
+from gonio.errors import (
+    AlreadyAppliedError,
+    InvalidArgumentError,
+    NoMatchError,
+    NotApplicableError,
+    listing,
+    with_article,
+)
 from gonio.geometry.views import why_not_dense
 from gonio.messages import say
 from gonio.surgery.facts import tail_of, without_tail
@@ -84,7 +91,7 @@ def swap_(
     made = getattr(factory, "__self__", None)
     for site in found:
         if isinstance(made, type) and isinstance(site.module, made):
-            raise AlreadyAppliedError("swap_", site.path, f"a {site.kind}")
+            raise AlreadyAppliedError("swap_", site.path, with_article(site.kind))
         _check_replaceable(site)
     read = trace(model, training=False).read_by_name
     with Edit(model, "swap_") as edit:
@@ -122,7 +129,7 @@ def _check_new(model: nn.Module, where: Where, factory: object) -> None:
     """Raise where an earlier call has put the layers in, with the same factory."""
     for site in sites(model):
         if _MADE.get(site.module) == factory and site.matches(as_selector(where)):
-            raise AlreadyAppliedError("swap_", site.path, f"a {site.kind} of the same factory")
+            raise AlreadyAppliedError("swap_", site.path, f"{with_article(site.kind)} of the same factory")
 
 
 def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module], ...]:
@@ -168,7 +175,8 @@ def can_act(module: nn.Module, factory: Callable[..., nn.Module]) -> str | None:
     """
     accepted = accepted_layers(factory)
     if not isinstance(module, accepted):
-        return f"it is a {type(module).__name__}, not a {' or '.join(kind.__name__ for kind in accepted)}"
+        takes = with_article(" or ".join(kind.__name__ for kind in accepted))
+        return f"it is {with_article(type(module).__name__)}, not {takes}"
     # the output projection of torch's attention is never called: its parent reads its weight
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its parent reads its weight and does not call it"
@@ -204,7 +212,7 @@ def _made(
     splits = plain is not old and accepted != (nn.Module,) and isinstance(plain, accepted)
     parts = [factory(plain, **options), *tail] if splits else [factory(old, **options)]
     if not isinstance(parts[0], nn.Module):
-        found = f"a {type(parts[0]).__name__} for {site.path!r}"
+        found = f"{with_article(type(parts[0]).__name__)} for {site.path!r}"
         raise InvalidArgumentError(f"swap_ needs a factory that makes modules ({_name(factory)})", found, "Return one.")
     return parts
 
@@ -213,7 +221,8 @@ def _check_readable(site: Site, parts: list[nn.Module], names: set[str]) -> None
     """The new layer has what the forward of the model reads of the old one without calling it."""
     missing = sorted(name for name in names if len(parts) > 1 or not hasattr(parts[0], name))
     if missing:
-        why = f"the forward of the model reads its {missing[0]}, which a {type(parts[0]).__name__} does not have"
+        kind = with_article(type(parts[0]).__name__)
+        why = f"the forward of the model reads its {missing[0]}, which {kind} does not have"
         raise _cannot_replace(site, why, "Leave it out.")
 
 

@@ -53,11 +53,11 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (changed(seed="005"), "seed: Input should be"),
-        (changed(surprise=1), "surprise: Extra inputs"),
-        (changed(sesoi=0.0), "sesoi: Input should be greater than 0"),
-        (changed(sesoi="1"), "sesoi: Input should be a valid number"),
-        (changed(direction="up"), "direction: Input should be"),
+        (changed(seed="005"), "seed: .005., but expected .000."),
+        (changed(surprise=1), "surprise: there is no such key"),
+        (changed(sesoi=0.0), "sesoi: 0.0, but expected greater than 0"),
+        (changed(sesoi="1"), "sesoi: .1., but expected a valid number"),
+        (changed(direction="up"), "direction: .up., but expected"),
         (changed(measure="luck"), "there is no measure named 'luck'"),
         (changed(options={"least": 3}), "has the options none; found least"),
         (changed(not_tried="too large"), "has an experiment, quick or full, or says under not_tried"),
@@ -68,15 +68,46 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
         (quick(contrast={"c": 1.0}), "arms that do not exist: c"),
         (quick(arms=[{"name": "a"}, {"name": "b", "recipe": "no-such-recipe"}]), "no recipe named"),
         (quick(arms=[{"name": "a"}, {"name": "b", "recipe": {"swap": [{"use": "Nothing"}]}}]), "Nothing"),
-        (quick(arms=[{"name": "a"}, {"name": "b", "training": {"lr": -1.0}}]), "lr: Input should be greater"),
+        (quick(arms=[{"name": "a"}, {"name": "b", "training": {"lr": -1.0}}]), "lr: -1.0, but expected greater"),
         (quick(arms=[{"name": "a"}, {"name": "b", "measure": {"x": 1}}]), "has the options none; found x"),
-        (quick(seeds=0), "seeds: Input should be greater"),
-        (["a list"], "Input should be an object"),
+        (quick(seeds=0), "seeds: 0, but expected greater"),
+        (["a list"], "but expected a mapping"),
     ],
 )
 def test_mistakes_are_named(data: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         read_claim(data, origin="demo")
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (
+            changed(quick={"arms": ARMS, "training": {"epoch": 3}}),
+            "quick.training.epoch: there is no such key (did you",
+        ),
+        (changed(fair={"flor": 3}), "fair.flor: there is no such key (did you mean floor?). Correct the file."),
+        (changed(measure="acuracy"), "the claim: there is no measure named 'acuracy' (did you mean accuracy, "),
+        (changed(name="has space"), "name: 'has space', but expected small letters, digits and . + - alone."),
+        (changed(claim=""), "claim: '', but expected at least 1 character. Correct the file."),
+        (changed(sesoi="five"), "sesoi: 'five', but expected a valid number. Correct the file."),
+        ({**VALID, "source": None}, "source: None, but expected text."),
+        ({k: v for k, v in VALID.items() if k != "name"}, "name: it is missing. Correct the file."),
+    ],
+)
+def test_a_mistake_is_told_in_words_of_a_claim(data: Any, told: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(told)) as caught:
+        read_claim(data, origin="demo")
+    assert not any(word in str(caught.value) for word in ("Value error", "Input", "permitted"))
+
+
+@pytest.mark.parametrize("wrong", [{"depht": 3}, {"depth": "x"}])
+def test_an_argument_that_the_model_does_not_take_is_a_mistake_of_the_claim(wrong: dict[str, Any]) -> None:
+    claim = read_claim(changed(quick={"arms": ARMS, "model": {"name": "deep-mlp", **wrong}}), origin="demo")
+    with pytest.raises(
+        InvalidArgumentError, match=rf"the arm a of demo must build .* deep-mlp.*\({next(iter(wrong))}="
+    ):
+        plan_claim(claim)
 
 
 def test_all_problems_are_in_one_error() -> None:

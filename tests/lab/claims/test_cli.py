@@ -104,7 +104,7 @@ def test_every_claim_is_listed_and_explained() -> None:
 def test_a_dry_run_trains_nothing_to_the_end(claim: str, tmp_path: Path) -> None:
     found = shell("reproduce", claim, "--dry-run", "-o", str(tmp_path / "out"))
     assert found.returncode == 0
-    assert "tiny: 1 arms × 3 seeds" in found.stdout
+    assert "tiny: 1 arm × 3 seeds" in found.stdout
     assert not (tmp_path / "out").exists()
 
 
@@ -161,9 +161,9 @@ def test_a_second_call_keeps_the_claims_of_the_first_on_the_page(claim: str, tmp
 @pytest.mark.parametrize(
     ("failed", "refused", "said"),
     [
-        (3, 0, "3 runs failed; rerun the same command to try them again\n"),
+        (3, 0, "3 runs failed; rerun the same command to try again\n"),
         (3, 3, "runs that were refused, as they would be again: 3\n"),
-        (3, 1, "2 runs failed; rerun the same command to try them again\n"
+        (3, 1, "2 runs failed; rerun the same command to try again\n"
          "runs that were refused, as they would be again: 1\n"),
     ],
 )  # fmt: skip

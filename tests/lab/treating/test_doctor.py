@@ -493,3 +493,25 @@ def test_a_scripted_model_is_judged_and_not_treated() -> None:
         next(model.parameters())[0].fill_(float("nan"))
     treated = gonio.doctor(model, batch=torch.randn(4, 6))
     assert "Findings: 1 before, 1 after. Done: nothing." in str(treated)
+
+
+class _Logarithm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.log(-1 - x.abs())
+
+
+def test_a_model_without_findings_whose_outputs_are_not_finite_is_not_called_healthy() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), _Logarithm(), nn.Linear(16, 4))
+    treated = gonio.doctor(model, batch=torch.randn(8, 16))
+    assert treated.before.findings == ()
+    assert treated.summary.startswith("No findings in the weights, but outputs that are NaN or infinite")
+    assert treated.notes == (
+        "On this batch 2 of 3 layers have outputs that are NaN or infinite; the first of them is 1.",
+    )
+    assert treated.notes[0] in str(treated)
+
+
+def test_a_model_without_values_is_not_called_healthy() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    assert gonio.doctor(model).summary.startswith("Nothing was measured")

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
+from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError, closest
+from gonio.escaping import shorten
 from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.running.measures import spec_of
 from gonio.messages import say
@@ -349,10 +350,43 @@ def read_claim(data: Any, *, origin: str) -> Claim:
         raise InvalidArgumentError(needs, f"{type(error).__name__}: {error}", do) from error
 
 
+def _keys_under(parent: str) -> list[str]:
+    """The keys that a claim may have under another key; none for one whose keys are not fixed."""
+    shapes: dict[str, type[BaseModel]] = {
+        "": Claim,
+        "quick": Experiment,
+        "full": Experiment,
+        "arms": Arm,
+        "fair": Fair,
+        "training": TrainingFields,
+    }
+    return list(shapes[parent].model_fields) if parent in shapes else []
+
+
 def _invalid(error: ValidationError, origin: str) -> InvalidArgumentError:
     """One sentence with every problem."""
-    found = [f"{'.'.join(map(str, row['loc'])) or 'the claim'}: {row['msg'].rstrip('.')}" for row in error.errors()]
-    return InvalidArgumentError(f"{origin} must be a claim", "; ".join(found), "Correct the file.")
+    return InvalidArgumentError(f"{origin} must be a claim", "; ".join(map(_told, error.errors())), "Correct the file.")
+
+
+def _told(row: Any) -> str:
+    """One problem of the validator in words of a claim: where it is, what was found and what is accepted."""
+    *above, last = [*row["loc"]] or [""]
+    at, kind = ".".join(map(str, row["loc"])) or "the claim", row["type"]
+    if kind == "missing":
+        return f"{at}: it is missing"
+    if kind == "extra_forbidden":
+        parent = next((key for key in reversed(above) if isinstance(key, str)), "")
+        near = closest(str(last), _keys_under(parent))
+        return f"{at}: there is no such key" + (f" (did you mean {' or '.join(near)}?)" if near else "")
+    said = row["msg"].removeprefix("Value error, ").rstrip(".")
+    if kind == "value_error":
+        said, _, hint = said.partition(" Did you mean ")
+        return f"{at}: {said.rstrip('.')}" + (f" (did you mean {hint})" if hint else "")
+    said = said.replace("Input should be an object", "a mapping").replace("a valid string", "text")
+    if kind == "string_pattern_mismatch":
+        said = "small letters, digits and . + - alone"
+    accepted = said.removeprefix("Input should be ").removeprefix("Input should ").removeprefix("String should have ")
+    return f"{at}: {shorten(repr(row['input']), longest=60)}, but expected {accepted}"
 
 
 def _expanded(setting: Any) -> Any:

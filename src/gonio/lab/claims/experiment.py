@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gonio.errors import GonioError, InvalidArgumentError, StudyError
+from torch import nn
+
+from gonio.errors import GonioError, InvalidArgumentError, StudyError, first_line
 from gonio.escaping import write_text
 from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
 from gonio.lab.claims.fairness import Runs, controlled, trained
@@ -24,6 +26,7 @@ from gonio.lab.running.study import Study
 from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
+from gonio.messages import say
 from gonio.models.by_name import code_digests
 from gonio.recipes.document import parse, read
 from gonio.seeding import state_kept
@@ -119,8 +122,29 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     )
     with state_kept():
         for arm, entry in zip(arms, plan.recipes, strict=True):  # a rule without a layer is an error now
-            arm.built_recipe.plan(plan.fresh_model(entry, task.sizes))
+            arm.built_recipe.plan(_built(claim, plan, entry, task.sizes))
     return plan
+
+
+def _built(claim: Claim, plan: StudyPlan, entry: RecipeEntry, sizes: Mapping[str, int]) -> nn.Module:
+    """The model of an arm; what the claim's arguments provoke in it becomes an error of the claim."""
+    given = entry.setting.get("model") or {}
+    try:
+        return plan.fresh_model(entry, sizes)
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        if not given or isinstance(error, GonioError):
+            raise
+        named = ", ".join(f"{name}={value!r:.40}" for name, value in given.items())
+        raise InvalidArgumentError(
+            say(
+                "the arm {arm} of {claim} must build the model {model}",
+                arm=entry.name,
+                claim=claim.name,
+                model=plan.model,
+            ),
+            f"{first_line(error, kind=True)} ({named})",
+            "Correct `model` in the claim.",
+        ) from error
 
 
 def command_of(names: Sequence[str], options: ClaimOptions, others: Mapping[str, object] | None = None) -> str:

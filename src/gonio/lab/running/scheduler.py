@@ -33,6 +33,7 @@ from gonio.lab.running.scripts import execute_script
 from gonio.lab.running.study import Study, locked
 from gonio.lab.running.training import execute_run, execute_transfer, execute_trial
 from gonio.lab.running.tuning import Trial, propose
+from gonio.messages import counted
 from gonio.recipes import BASELINE
 
 _POLL = 1.0  # seconds between two looks at the running jobs
@@ -456,7 +457,7 @@ class Lines(Watcher):
         self._total, self._done, self._said, self._before = total, done, done, done
         self._began = self._last = self._clock()
         if done < total:
-            self._say(f"{total} runs, {done} done before" if done else f"{total} runs")
+            self._say(f"{counted(total, 'run')}, {done} done before" if done else counted(total, "run"))
 
     def run_ended(self, record: RunRecord) -> None:
         self._done += 1
@@ -467,7 +468,7 @@ class Lines(Watcher):
         if due or self._done == self._total:
             left = (now - self._began) / (self._done - self._before) * (self._total - self._done)
             self._last, self._said = now, self._done
-            self._say(f"{self._done} of {self._total} runs" + (f", about {left:.0f} s left" if left else ""))
+            self._say(f"{self._done} of {counted(self._total, 'run')}" + (f", about {left:.0f} s left" if left else ""))
 
     def stage(self, text: str) -> None:
         self._say(text)

@@ -459,11 +459,11 @@ def _baseline(results: Results, scale: Scale) -> str:
     mean, sd = scale.score(results.baseline_mean), scale.score(results.baseline_sd)
     sesoi = say("±{size} {unit}", size=scale.score(plan.sesoi), unit=fixed(scale.unit)) if plan.sesoi else say("none")
     said = say(
-        "baseline {mean} ± {sd} {unit} (mean ± sd over seeds) · smallest effect of interest {sesoi} · {n} seeds",
+        "baseline {mean} ± {sd} {unit} (mean ± sd over seeds) · smallest effect of interest {sesoi} · {seeds}",
         mean=mean,
         sd=sd,
         unit=fixed(plain(plan.unit)),
         sesoi=sesoi,
-        n=len(plan.seeds),
+        seeds=counted(len(plan.seeds), "seed"),
     )
     return joined([said, *([seen(results)] if seen(results) else [])], " · ")

@@ -16,7 +16,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra
+from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra, with_article
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.images import cifar10, fashion_mnist, fashion_mnist_full, image_folder, torchvision_dataset
 from gonio.lab.tasks.task import Metric, Split, Task, moved, stratified
@@ -70,7 +70,7 @@ def resolve(spec: str) -> Task:
         task = load_function(spec)()
         if not isinstance(task, Task):
             raise InvalidArgumentError(
-                f"{spec!r} must build a task", f"a {type(task).__name__}", "Return a gonio.lab.Task."
+                f"{spec!r} must build a task", with_article(type(task).__name__), "Return a gonio.lab.Task."
             )
         return task
     source, _, rest = spec.partition(":")

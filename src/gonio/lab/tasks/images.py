@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from gonio.errors import InvalidArgumentError, MissingExtraError, UnknownNameError, UnreadableFileError, import_extra
+from gonio.errors import (
+    InvalidArgumentError,
+    MissingExtraError,
+    UnknownNameError,
+    UnreadableFileError,
+    import_extra,
+    with_article,
+)
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, moved, stratified
 from gonio.seeding import generator
@@ -295,7 +302,7 @@ def _read(kind: Any, name: str, root: Path, **which: bool | str) -> Images:
         ) from error
     image, label = part[0]
     if not isinstance(label, int) or not hasattr(image, "convert"):
-        found = f"a {type(image).__name__} and a {type(label).__name__}"
+        found = f"{with_article(type(image).__name__)} and {with_article(type(label).__name__)}"
         raise InvalidArgumentError(f"the task 'torchvision:{name}' needs images with class numbers", found, _BUILD)
     # what torchvision calls them; a data set without them is read once for its labels
     labels = getattr(part, "targets", None)

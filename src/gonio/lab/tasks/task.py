@@ -22,7 +22,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, with_article
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.seeding import derive_seed, generator, state_kept
 from gonio.system import loader_context
@@ -264,7 +264,9 @@ class LoaderSet(_Unloaded):
     def _loader(self, size: int) -> DataLoader[Any]:
         loader = self._make(size)
         if not isinstance(loader, DataLoader):
-            raise _unpaired(f"a function that returns a {type(loader).__name__}", "Return a torch DataLoader.")
+            raise _unpaired(
+                f"a function that returns {with_article(type(loader).__name__)}", "Return a torch DataLoader."
+            )
         if loader.num_workers and loader.multiprocessing_context is None:
             loader.multiprocessing_context = loader_context()
         return loader
@@ -299,7 +301,7 @@ def examples_of(source: Any) -> Examples:
         return ItemSet(source)
     if callable(source):
         return LoaderSet(source)
-    raise _unpaired(f"a {type(source).__name__}", "Give a gonio.lab.Split, or a map-style data set.")
+    raise _unpaired(with_article(type(source).__name__), "Give a gonio.lab.Split, or a map-style data set.")
 
 
 def _unpaired(found: str, do: str) -> InvalidArgumentError:

@@ -71,7 +71,7 @@ class Treatment:
         steps: each prescribed treatment with its verdict.
         untreated: the findings that are left and have no prescription, each with the reason.
         model: the treated copy; None for a file without its model.
-        notes: what a batch of random numbers cannot tell.
+        notes: what a batch of random numbers cannot tell, and which outputs are still not finite.
     """
 
     source: str
@@ -97,6 +97,12 @@ class Treatment:
     @property
     def summary(self) -> str:
         """The result in one sentence."""
+        if not self.before.findings and not self.before.layers:
+            return joined([self.before.verdict, self.before.coverage], " ")
+        if not self.before.findings and any(signal.nonfinite for signal in self.before.signals):
+            return say(
+                "No findings in the weights, but outputs that are NaN or infinite, for which no treatment is known."
+            )
         if not self.before.findings:
             return say("Nothing to do: no findings.")
         times = Counter(call_of(step.verb) for step in self.kept)

@@ -11,7 +11,7 @@ import struct
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +31,7 @@ from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, open_file
-from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, state_in
+from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, holders, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero
 from gonio.messages import say
@@ -280,13 +280,13 @@ def _opened(path: Path, offset: int) -> Iterator[Read]:
 def _of_content(content: Any, file: str) -> Inventory:
     """All tensors of a state dict or of what a trainer saved: the model's by their own names, others by their place."""
     state: Mapping[Any, Any] = {}
-    key = ""
+    key, unknown = "", list[str]()
     if isinstance(content, Mapping):
         try:
             found = state_in(content, what="the checkpoint")
             state, key = found.state, found.key
-        except InvalidArgumentError:
-            pass  # tensors that are under no known key are beside
+        except InvalidArgumentError:  # then all tensors are beside
+            unknown = [plain(name) for name in holders(content)]
     places, problems = [], []
     prefix, names = f"{key}." if key else "", {str(name) for name in state}
     others = 0
@@ -301,8 +301,26 @@ def _of_content(content: Any, file: str) -> Inventory:
         places.append(replace(place, beside=not own, state=not own and name.startswith(starts)))
         problems += [Problem("G704", place.name, place.reason)] if "claims" in place.reason else []
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
+    notes += [
+        _not_compared(content, [name for name in unknown if not any(one.startswith(f"{name}.") for one in starts)])
+    ]
+    notes = [note for note in notes if note]
     notes += [f"{others} other objects are not checked"] if others else []
     return Inventory(tuple(places), tuple(problems), tuple(notes))
+
+
+def _not_compared(content: Any, unknown: Sequence[str]) -> str:
+    """What is not looked for where it is not known which tensors are a model's; empty where it is."""
+    if not isinstance(content, Mapping):
+        return say("its tensors have no names: rows, filters and layers were not compared")
+    if not unknown:
+        return ""
+    names = listing(unknown, limit=4)
+    return say(
+        "which tensors are the model's is not known (there are some under {names}): rows, filters and layers were not "
+        "compared; gonio measure --key NAME reads one",
+        names=names,
+    )
 
 
 def _leaves(content: Any) -> Iterator[tuple[str, Any]]:

@@ -116,6 +116,11 @@ def _notes(signals: Sequence[Signal]) -> list[str]:
     """What the figures of signals leave out: values that are not finite, or everything."""
     if not signals:
         return [say("Outputs were not measured: no layer had one with values on this batch.")]
+    return not_finite(signals)
+
+
+def not_finite(signals: Sequence[Signal]) -> list[str]:
+    """Where outputs are NaN or infinite, as a note; none where all are finite."""
     broken = [signal for signal in signals if signal.nonfinite]
     if not broken:
         return []

@@ -414,6 +414,11 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     if ".py:" in path.name:
         do = "In Python pass the model itself; FILE.py:NAME is a word of the command line."
         return UnreadableFileError(str(path), "there is no such file", do)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return UnreadableFileError(str(path), "it is a pipe or a device", "Copy its content to a file.")
+    if word.startswith("~") and (home := path.expanduser()).exists():
+        do = say("The shell replaces ~ only outside quotation marks. Write {path}.", path=str(home))
+        return UnreadableFileError(str(path), "there is no such file", do)
     if matched := _matched(path):
         names = listing([plain(str(file)) for file in matched], limit=4)
         do = say(

@@ -137,11 +137,11 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         for word in key.split("."):
             inner = inner.get(word) if isinstance(inner, Mapping) else None
         if not isinstance(inner, Mapping) or not _holds_tensors(inner):
-            held = list(_holders(content)) if isinstance(content, Mapping) else []
+            held = list(holders(content)) if isinstance(content, Mapping) else []
             do = f"Tensors are under: {shorten_list(held, repr)}." if held else "Leave the key out."
             raise InvalidArgumentError(f"measure() looks for named tensors under the key {key!r} of {what}", "none", do)
         found = state_in(inner, what=f"{what} under {key!r}")
-        beside = [*found.beside, *(other for other in _holders(content) if other != key.partition(".")[0])]
+        beside = [*found.beside, *(other for other in holders(content) if other != key.partition(".")[0])]
         return Found(found.state, f"{key}.{found.key}".rstrip("."), tuple(beside))
     places = list(_places(content, "", _DEPTH)) if isinstance(content, Mapping) else []
     if not places:
@@ -150,7 +150,7 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
     others = [other.removeprefix(".") for other, _ in places if other != at]
     inner, read = content, ""
     for word in at.split(".")[1:]:  # what lies beside it at each level
-        here = [f"{read}{name}" for name in _holders(inner) if name != word]
+        here = [f"{read}{name}" for name in holders(inner) if name != word]
         others += [name for name in here if not any(f"{other}.".startswith(f"{name}.") for other in others)]
         inner, read = inner[word], f"{read}{word}."
     return Found(state, at.removeprefix("."), tuple(others))
@@ -160,7 +160,7 @@ def _no_state(content: Any, what: str) -> InvalidArgumentError:
     held, do = type(content).__name__, f"Pass the state dict itself, or store it under one of: {', '.join(_KEYS)}."
     if isinstance(content, Mapping):
         held = f"a mapping with the keys [{shorten_list(content, repr)}]"
-        if places := list(_holders(content)):
+        if places := list(holders(content)):
             named = [str(key) for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
             do = "Pass them with their names, as a mapping: a list has none."
             if named:
@@ -197,7 +197,7 @@ def _most_matrices(content: Mapping[Any, Any], depth: int) -> int:
     return max((max(_matrices(value), _most_matrices(value, depth - 1)) for value in held), default=0)
 
 
-def _holders(content: Mapping[Any, Any]) -> Iterator[str]:
+def holders(content: Mapping[Any, Any]) -> Iterator[str]:
     """The keys under which there are tensors, at any depth."""
     return (str(key) for key, value in content.items() if isinstance(value, Tensor) or _holds_tensors(value))
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.tensor import Shown, TensorMeasurement
 from gonio.measuring.showing.table import Column, figures
-from gonio.messages import local, say
+from gonio.messages import counted, local, say
 from gonio.pages.tables import number
 
 
@@ -107,7 +107,7 @@ KEPT = (
 
 def _dead(s: Signal) -> str:
     said = local("ends a branch") if s.branch == "ends" else local(say("{n} of {every}", n=s.dead_units, every=s.units))
-    broken = local(say(", {n} values NaN or infinite", n=s.nonfinite)) if s.nonfinite else ""
+    broken = local(say(", {values} NaN or infinite", values=counted(s.nonfinite, "value"))) if s.nonfinite else ""
     return f"{said}{broken}"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.steps import computes_gradients, parameter_ids, real_optimizers
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, with_article
 from gonio.geometry import matrix_view
 from gonio.measuring.figures.moments import Moments, StateMeasurement, StateSums, state_row, state_sums
 from gonio.measuring.reading.entry import TensorEntry
@@ -56,7 +56,7 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
             raise InvalidArgumentError("Tracker(optimizer=) is an optimizer", type(each).__name__, do)
         if not parameter_ids(each) & known:
             do = "Pass the optimizer that trains this model."
-            found = f"a {type(each).__name__} of other parameters"
+            found = f"{with_article(type(each).__name__)} of other parameters"
             raise InvalidArgumentError("Tracker(optimizer=) trains the model's parameters", found, do)
     return list({id(real): real for each in given for real in real_optimizers(each, verb="Tracker()")}.values())
 
