@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from benchmarks.large_checkpoints import MEASURED, RESULT, WANTED, WORKS, Decoder, Law, laws, table
+from benchmarks.large_checkpoints import MEASURED, RESULT, WANTED, WIDE, WORKS, Decoder, Law, laws, table
 
 
 def measured(decoder: Decoder, jobs: int = 1, cpu: float | None = None) -> dict[str, Any]:
@@ -41,3 +41,10 @@ def test_the_committed_result_fits_the_page() -> None:
     found = json.loads(RESULT.read_text(encoding="utf-8"))
     assert laws(found).keys() == set(WORKS)
     assert table(found).count("\n| 405 B") == len(WORKS)
+
+
+def test_narrow_models_are_measured_beside_the_law() -> None:
+    found = json.loads(RESULT.read_text(encoding="utf-8"))
+    narrow = [row for row in found["rows"] if row["width"] < WIDE]
+    assert {row["work"] for row in narrow} == set(WORKS)
+    assert laws(found) == laws({**found, "rows": [row for row in found["rows"] if row not in narrow]})
