@@ -482,7 +482,8 @@ def asked_of(selector: Selector) -> str | None:
 
 
 def refuse_meta(model: nn.Module, verb: str) -> None:
-    """Raise where values are needed and tensors of the model have none."""
+    """Raise where values are needed and tensors of the model have none, and for what is no model."""
+    require_model(model, verb)
     named = (*model.named_parameters(), *model.named_buffers())
     if first := next((name for name, tensor in named if tensor.is_meta), ""):
         why = say("{name} is on the meta device and has no values", name=first)

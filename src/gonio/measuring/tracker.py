@@ -171,12 +171,7 @@ class Tracker:
         _check_choices(figures, copies, also, optimizer)
         self._live = None if page is None else LivePage(checked_page(page, optimizer))
         self._model, self._every, self._selector = model, every, as_selector(where)
-        if not self._entries():
-            found = [entry for entry in entries_of_model(model) if entry.layout is not None]
-            left = self._left_out(found)
-            paths = [entry.path[:80] for entry in found if entry.name not in left]
-            refused = [f"{entry.path[:80]} ({left[entry.name]})" for entry in found if entry.name in left]
-            raise NoMatchError("Tracker", asked_of(self._selector), paths, refused=refused)
+        self._check_selects()
         optimizers = [] if optimizer is None else checked_optimizers(model, optimizer)
         self._attention = AttentionFigures(model, example) if "attention" in also else None
         self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)
@@ -208,6 +203,15 @@ class Tracker:
         if self._attention is not None:
             weakref.finalize(self, self._attention.end_).atexit = False
             self._expect()
+
+    def _check_selects(self) -> None:
+        """Raise if `where` selects no weight that is measured."""
+        if not self._entries():
+            found = [entry for entry in entries_of_model(self._model) if entry.layout is not None]
+            left = self._left_out(found)
+            paths = [entry.path[:80] for entry in found if entry.name not in left]
+            refused = [f"{entry.path[:80]} ({left[entry.name]})" for entry in found if entry.name in left]
+            raise NoMatchError("Tracker", asked_of(self._selector), paths, refused=refused)
 
     def __repr__(self) -> str:
         found = f", {len(self.findings)} findings" if self.findings else ""
