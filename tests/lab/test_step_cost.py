@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import gonio
 from cli.shell import invoke
 from gonio.errors import InvalidArgumentError
+from gonio.lab.running.cost import peak_bytes
 from gonio.lab.running.step_cost import AGAIN, step_costs
 
 BATCH = torch.ones(4, 1, 8, 8)
@@ -38,6 +40,22 @@ def test_each_recipe_has_a_row_beside_the_plain_model_and_the_same_again() -> No
     assert all(row.time and row.time[1] <= row.time[0] <= row.time[2] for row in (again, init, norm, held))
     assert "type:Conv1d" in unfit.reason
     assert (unfit.time, unfit.memory, unfit.parameters) == (None, None, None)
+
+
+def test_garbage_of_an_earlier_profile_is_not_taken_off_a_peak() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.me, self.values = self, torch.ones(1 << 20)
+
+    def step() -> None:
+        if gc.isenabled():  # a collection may begin at any allocation
+            gc.collect()
+        torch.ones(1 << 18)
+
+    expected = peak_bytes(step)
+    peak_bytes(lambda: None if Holder() else None)
+    assert peak_bytes(step) == expected >= 1 << 20
+    assert gc.isenabled()
 
 
 def test_memory_is_that_of_a_step() -> None:

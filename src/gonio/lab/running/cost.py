@@ -7,6 +7,7 @@ of its queue, and memory is what its allocator reports.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -187,6 +188,19 @@ def step_flops(step: Callable[[], None]) -> int:
     return int(counter.get_total_flops())
 
 
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """The collector frees nothing meanwhile: torch takes what an earlier profile saw allocated off the level."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def peak_bytes(step: Callable[[], None], device: torch.device = _CPU) -> int:
     """Peak bytes of the device's allocator during `step`, above its level before; 0 where it does not count."""
     if device != _CPU:
@@ -194,7 +208,7 @@ def peak_bytes(step: Callable[[], None], device: torch.device = _CPU) -> int:
             step()
         return gauge.peak or 0
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with _no_garbage(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
