@@ -52,8 +52,11 @@ def test_garbage_of_an_earlier_profile_is_not_taken_off_a_peak() -> None:
             gc.collect()
         torch.ones(1 << 18)
 
+    def leaving() -> None:
+        Holder()
+
     expected = peak_bytes(step)
-    peak_bytes(lambda: None if Holder() else None)
+    peak_bytes(leaving)
     assert peak_bytes(step) == expected >= 1 << 20
     assert gc.isenabled()
 
