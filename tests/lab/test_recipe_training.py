@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, PendingRecipeError, UnmatchedRuleError
 from gonio.lab import StudyPlan, TrainingConfig, make_plan, make_script_plan, run
@@ -21,7 +21,7 @@ from gonio.lab.tasks import resolve
 from gonio.optim import Muon
 from gonio.optim.holding import step_of_hold
 from gonio.optim.named import OPTIMIZERS
-from gonio.recipes import Recipe
+from gonio.recipes import Recipe, built_in_names
 from lab.plans import TINY, recorded
 
 HELD = {"name": "held", "hold": {"where": None, "norm": "filters", "step": "fixed"}}
@@ -214,3 +214,25 @@ def test_a_script_builds_its_own_optimizer(tmp_path: Path) -> None:
     path.write_text(SCRIPT)
     with pytest.raises(InvalidArgumentError, match=r"a script builds its own optimizer; found muon, which names one"):
         make_script_plan(["muon"], script=f"{path}:train", seeds=1)
+
+
+@pytest.mark.parametrize("name", [n for n in built_in_names() if not n.endswith(("-1d", "-linear"))])
+def test_channels_side_by_side_train_every_recipe_to_the_same_weights(name: str) -> None:
+    plan = make_plan([name], task="digits", seeds=1)
+    task, entry = resolve("digits"), plan.recipes[1]
+    ends, kept = [], []
+    for chosen in (False, True):
+        model, applied, _ = build(plan, task, entry, 0)
+        training = replace(plan.training_of(entry), channels_last=chosen)
+        seen: list[Tensor] = []
+        model.conv3.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        step = TrainingStep(model.double(), task, training, applied.penalty, hold=applied.hold_)
+        inputs, targets = task.train.take(range(32))
+        for _ in range(3):
+            step(inputs.double(), targets)
+        ends.append([parameter.detach() for parameter in model.parameters()])
+        kept.append([each.is_contiguous() for each in seen[-3:]])  # muon runs the model on its own before
+    # float64: 3 steps of a few dozen operations, each with sums in another order
+    for plain, last in zip(*ends, strict=True):
+        torch.testing.assert_close(last, plain, rtol=1e-9, atol=1e-11)
+    assert kept == [[True] * 3, [False] * 3]

@@ -34,7 +34,7 @@ from lab.plans import TINY, plan_of
 PLAIN = TrainingConfig(epochs=2, batch_size=8, lr=0.1)
 OPTIONS: dict[str, Any] = {
     "schedule": "step", "warm_up": 1.0, "decay": "weights", "clip": 1.0, "label_smoothing": 0.1, "ema": 0.9,
-    "precision": "bf16", "accumulate": 2, "betas": (0.8, 0.95), "others_factor": 0.1,
+    "precision": "bf16", "accumulate": 2, "betas": (0.8, 0.95), "others_factor": 0.1, "channels_last": True,
 }  # fmt: skip
 
 

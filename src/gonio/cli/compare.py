@@ -43,6 +43,9 @@ _TRAINING: dict[str, Any] = {
     "ema": Annotated[float | None, typer.Option(help="Decay of a moving average of the parameters, which is judged.")],
     "precision": Annotated[str | None, typer.Option(help="fp32, or autocast to bf16 or fp16.", metavar="NAME")],
     "accumulate": Annotated[int | None, typer.Option(help="Parts in which a batch is processed.", min=1)],
+    "channels_last": Annotated[
+        bool | None, typer.Option("--channels-last", help="Store images with the channels of a pixel side by side.")
+    ],
 }
 
 # Options that decide the results of a study, in the order of its command; the others are settings of this machine.

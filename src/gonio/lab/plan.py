@@ -59,6 +59,8 @@ class TrainingConfig:
         accumulate: parts in which a batch is processed, one after the other; their gradients are added.
         betas: of `adamw`, and of what `muon` trains by AdamW; None: the optimizer's own.
         others_factor: with `muon`, the learning rate of what is no matrix over `lr`; None: 0.015.
+        channels_last: whether the filters of two-dimensional convolutions, and with them the images between layers,
+            are stored with the channels of a pixel side by side; it is often faster, and only rounding differs.
     """
 
     __pydantic_config__ = CLOSED
@@ -79,6 +81,7 @@ class TrainingConfig:
     accumulate: int = 1
     betas: tuple[float, float] | None = None
     others_factor: float | None = None
+    channels_last: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as data, without the newer ones that have their default: as an older gonio wrote them."""
@@ -99,6 +102,7 @@ class TrainingConfig:
             (self.accumulate > 1, f"each batch in {self.accumulate} parts"),
             (self.betas is not None, f"betas {self.betas}"),
             (self.others_factor is not None, f"{self.others_factor} of the learning rate for what is no matrix"),
+            (self.channels_last, "channels last"),
         ]
         return (
             f"{counted(self.epochs, 'epoch')}, batch size {self.batch_size}, {self.optimizer} "

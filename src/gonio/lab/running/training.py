@@ -182,6 +182,8 @@ class TrainingStep:
         hold: Callable[[Optimizer], object] | None = None,
     ) -> None:
         self._model, self._task, self._training, self._penalty = model, task, training, penalty
+        if training.channels_last:
+            _channels_last(model)
         self._loss = smoothed(task, training.label_smoothing)
         self._device = device_of(model)
         self._scaler = torch.amp.GradScaler(self._device.type, enabled=training.precision == "fp16")
@@ -219,6 +221,16 @@ class TrainingStep:
         if math.isfinite(whole):
             self._scaler.scale(objective).backward()
         return found, whole
+
+
+def _channels_last(model: nn.Module) -> None:
+    """Store the filters of two-dimensional convolutions with the channels side by side; outputs follow them.
+
+    `Module.to(memory_format=)` refuses a model that has filters of three-dimensional convolutions as well.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
