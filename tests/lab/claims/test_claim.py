@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
-from gonio.lab import StudyPlan
+from gonio.lab import StudyPlan, TrainingConfig
 from gonio.lab.claims import (
     CHOICE_SEEDS,
     SEEDS,
@@ -22,7 +23,7 @@ from gonio.lab.claims import (
     shipped_names,
 )
 from gonio.lab.claims import claim as claim_module
-from gonio.lab.claims.claim import read_claim
+from gonio.lab.claims.claim import TrainingFields, read_claim
 from gonio.lab.claims.experiment import _WHERE, FULL_SEEDS
 
 ARMS = [{"name": "a"}, {"name": "b", "training": {"epochs": 3}}]
@@ -108,6 +109,26 @@ def test_an_argument_that_the_model_does_not_take_is_a_mistake_of_the_claim(wron
         InvalidArgumentError, match=rf"the arm a of demo must build .* deep-mlp.*\({next(iter(wrong))}="
     ):
         plan_claim(claim)
+
+
+def test_a_claim_chooses_everything_of_a_training() -> None:
+    assert set(TrainingFields.model_fields) == {each.name for each in fields(TrainingConfig)}
+    chosen = {"schedule": "constant", "clip": 1.0, "betas": [0.8, 0.95], "channels_last": True, "accumulate": 2}
+    training = plan_claim(read_claim(quick(training=chosen), origin="demo")).trained
+    assert {name: getattr(training, name) for name in chosen} == chosen | {"betas": (0.8, 0.95)}
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"batch_size": 10**6}, "batch_size must be at most the 200 training examples of 'digits'"),
+        ({"warm_up": 3.0}, r"warm_up must be shorter than the 3 epochs; found 3\.0"),
+        ({"batch_size": 4, "accumulate": 4}, "accumulate needs two examples in each part; found 4 parts of 4"),
+    ],
+)
+def test_an_arm_that_cannot_be_trained_is_refused_before_any_runs(training: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan_claim(read_claim(quick(training=training), origin="demo"))
 
 
 def test_all_problems_are_in_one_error() -> None:

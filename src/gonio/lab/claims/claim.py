@@ -48,6 +48,7 @@ _RECORDED = Path(__file__).with_name("recorded.json")  # written by docs/build_c
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]*$", max_length=60)]
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
 _CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -65,10 +66,19 @@ class TrainingFields(BaseModel):
     batch_size: Annotated[int, Field(gt=0)] | None = None
     lr: Annotated[float, Field(gt=0)] | None = None
     optimizer: Annotated[str, AfterValidator(_known_optimizer)] | None = None
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    momentum: _Share | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    decay: Literal["all", "weights"] | None = None
+    schedule: Literal["cosine", "constant", "step", "one-cycle"] | None = None
     warm_up: Annotated[float, Field(ge=0)] | None = None
+    decay: Literal["all", "weights"] | None = None
+    clip: Annotated[float, Field(gt=0)] | None = None
+    label_smoothing: _Share | None = None
+    ema: _Share | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    accumulate: Annotated[int, Field(gt=0)] | None = None
+    betas: tuple[_Share, _Share] | None = None
+    others_factor: Annotated[float, Field(gt=0)] | None = None
+    channels_last: bool | None = None
 
     def override(self, training: TrainingConfig) -> TrainingConfig:
         """These values in place of those of `training`."""

@@ -18,6 +18,7 @@ from gonio.lab.claims.fairness import Runs, controlled, trained
 from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
 from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, installed_versions, seeds_of
+from gonio.lab.planning.planner import check_training
 from gonio.lab.record import RunRecord
 from gonio.lab.running.engines import Devices, Local
 from gonio.lab.running.measures import spec_of
@@ -72,8 +73,8 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     """The plan of a claim's study.
 
     Raises:
-        InvalidArgumentError: the claim is not tried; or another model is chosen, and its arms differ in arguments of
-            the claim's own model.
+        InvalidArgumentError: the claim is not tried, or an arm cannot be trained as it says; or another model is
+            chosen, and its arms differ in arguments of the claim's own model.
         UnmatchedRuleError: a rule of a recipe matches no layer of the model.
 
     Example:
@@ -120,6 +121,8 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         measure=measure,
         metrics={task.metric.name: task.metric.unit} if trained(measured) else {},
     )
+    for entry in plan.recipes:
+        check_training(plan.training_of(entry), task, device=options.device)
     with state_kept():
         for arm, entry in zip(arms, plan.recipes, strict=True):  # a rule without a layer is an error now
             arm.built_recipe.plan(_built(claim, plan, entry, task.sizes))
