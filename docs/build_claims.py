@@ -56,7 +56,8 @@ def pages() -> dict[Path, str]:
     found, versions = committed.findings(RESULTS), dict(committed.results(RESULTS).versions)
     written: dict[Path, str] = {}
     for seed, topic in SEEDS.items():
-        claims = [claim for claim in load_claims() if claim.seed == seed]
+        if not (claims := [claim for claim in load_claims() if claim.seed == seed]):
+            continue
         lines = [HEAD, f"# Claims on {topic}", "", *_intro(seed, versions)]
         for claim in claims:
             lines += ["", *_section(claim, found.get(claim.name))]

@@ -15,10 +15,10 @@ from gonio.cli.reproduce import _check_complete, _too_few
 from gonio.lab.claims import Claim, ClaimResults, claim_names, families, load_claim, recorded, try_claims
 from gonio.lab.claims.result import not_tried
 from gonio.lab.record import RunRecord
+from gonio.lab.showing.claims import claim_explanation
 
 CLAIM = """
 name: tiny
-seed: "002"
 claim: Every step multiplies the norm of v by the square root of 1 + c².
 source: A paper.
 measure: norm_growth_error
@@ -74,6 +74,12 @@ def test_verdicts_are_in_chinese(claim: str, tmp_path: Path) -> None:
     page = (tmp_path / "out" / "claims.html").read_text(encoding="utf-8")
     assert "95% 区间位于 ±0.01百分点之内" in page
     assert "The 95 % interval" not in page
+    assert '<h2 id="h-other">其他来源</h2>' in page, "a claim that names no document is on the page as well"
+
+
+def test_a_claim_that_names_no_document_is_explained_by_its_source_alone(claim: str) -> None:
+    assert "source: A paper.\n" in claim_explanation(load_claim(claim))
+    assert "(001: scale of weights)" in claim_explanation(load_claim("l2-is-fooled"))
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_written(claim: str, tmp_path: Path) -> None:

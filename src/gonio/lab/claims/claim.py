@@ -22,7 +22,7 @@ from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import Recipe
 from gonio.recipes.document import from_data, parse, read
 
-# The five documents that the claims come from, and the control of the method itself.
+# The five documents that the claims come from, the control of the method itself, and all other sources.
 SEEDS: Mapping[str, str] = {
     "000": say("angles between filters"),
     "001": say("scale of weights"),
@@ -31,6 +31,7 @@ SEEDS: Mapping[str, str] = {
     "004": say("geometric initialisation"),
     "training": say("norms and angles while a network trains"),
     "control": say("a claim that is false by construction"),
+    "other": say("other sources"),
 }
 # How far a verdict reaches: that of an identity is `holds` or `fails`; only in the field a paper is reproduced.
 SCOPES: Mapping[str, str] = {
@@ -211,7 +212,7 @@ class Claim(BaseModel):
 
     Attributes:
         name: of the file.
-        seed: the document that states it, or a topic that the documents leave out, see :data:`SEEDS`.
+        seed: the document that states it, or a topic that the documents leave out, one of :data:`SEEDS`.
         claim: the sentence. claim_zh: the same in Chinese, for the Chinese pages; every claim of the catalogue has it.
         source: paper and section.
         measure: what is measured, a measure of :func:`gonio.lab.running.measures.measures`, with options.
@@ -233,7 +234,7 @@ class Claim(BaseModel):
 
     model_config = _CLOSED
     name: _Name
-    seed: Literal["000", "001", "002", "003", "004", "training", "control"]
+    seed: Literal["000", "001", "002", "003", "004", "training", "control", "other"] = "other"
     claim: _Text
     claim_zh: str = ""
     source: _Text

@@ -273,9 +273,10 @@ def cost_text(found: ClaimResult) -> str:
 def claim_explanation(claim: Claim) -> str:
     """Everything that a claim says about itself, for a terminal."""
     verdict, effect = recorded(claim.name)
+    document = "" if claim.seed == "other" else f" ({claim.seed}: {local(SEEDS[claim.seed])})"
     lines = [
         say("{name}: {text}", name=claim.name, text=sentence_of(claim)),
-        say("source: {text}", text=f"{claim.source} ({claim.seed}: {local(SEEDS[claim.seed])})"),
+        say("source: {text}", text=f"{claim.source}{document}"),
         say("scope: {scope}, {meaning}", scope=fixed(claim.scope), meaning=fixed(SCOPES[claim.scope])),
         say("verdict here: {verdict}", verdict=joined([fixed(verdict), *([effect] if effect else [])], "; ")),
     ]
