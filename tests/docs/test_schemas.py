@@ -21,6 +21,7 @@ from cli.shell import invoke
 from docs.pages import builder_of
 from gonio.lab import showing
 from gonio.lab.claims import as_data, judge_claims, load_claim
+from gonio.lab.judging.results import Amount, TimeToScore
 from gonio.lab.showing.exports import MULTI_TASK_FORMATS
 from gonio.measuring import Suppression, TensorMeasurement, changes, difference, measure, outline, widths
 
@@ -107,7 +108,10 @@ def of_treatment() -> str:
 
 
 def of_results() -> str:
-    return showing.to_json(showing.example())
+    study = showing.example()
+    figures: dict[str, Any] = {"improvement": 0.9, "parameters": Amount(100.0, 110.0), "flops": Amount(2e6, 3e6)}
+    figures["reach"] = TimeToScore(n=8, reached=7, ratio=1.2)
+    return showing.to_json(replace(study, effects=tuple(replace(effect, **figures) for effect in study.effects)))
 
 
 def of_claims() -> str:
@@ -141,6 +145,24 @@ def test_a_check_and_its_fingerprints(tmp_path: Path) -> None:
     assert set(conforms((tmp_path / "prints.json").read_text(encoding="utf-8"))["tensors"]) == {"a.weight", "b", "c"}
 
 
+def test_several_checks_are_a_list_of_documents(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    for path in paths:
+        save_file({"a.weight": torch.ones(4, 4)}, path)
+    invoke("check", *map(str, paths), "--json", str(tmp_path / "check.json"))
+    several = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
+    assert [conforms(json.dumps(one))["schema"] for one in several] == ["gonio.check/1"] * 2
+
+
+def test_the_costs_of_steps(tmp_path: Path) -> None:
+    file = tmp_path / "cost.json"
+    invoke("cost", "muon", "self-orthogonality-1d", "--model", "digits-cnn", "--batch", "2x1x8x8", "--seconds", "0",
+           "--json", str(file))  # fmt: skip
+    rows = conforms(file.read_text(encoding="utf-8"))["rows"]
+    assert [row["name"] for row in rows] == ["baseline", "the same again", "muon", "self-orthogonality-1d"]
+    assert [bool(row["reason"]) for row in rows] == [False, False, False, True]
+
+
 def test_the_committed_claims_are_a_document() -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "claims" / "full.json"
     assert conforms(path.read_text(encoding="utf-8"))["claims"]
@@ -154,7 +176,7 @@ def test_studies_taken_together() -> None:
 
 
 def test_every_document_has_a_test() -> None:
-    assert {*SCHEMAS} == {f"gonio.{kind}/1" for kind in (*MADE, "check", "fingerprint", "across")}
+    assert {*SCHEMAS} == {f"gonio.{kind}/1" for kind in (*MADE, "check", "fingerprint", "across", "cost")}
 
 
 def test_the_files_are_those_of_the_page() -> None:
@@ -171,6 +193,8 @@ def test_every_figure_occurs_in_the_example() -> None:
         assert not {key for key in keys if all(row[key] is None for row in found[name])}
     for part in ("findings", "scale", "suppressed"):
         assert found[part]
+    effects = conforms(of_results())["effects"]
+    assert not [key for key in effects[0] if all(effect[key] is None for effect in effects)]
     (shares,) = found["mixtures"].values()
     assert all(sum(share.values()) == pytest.approx(1) for share in shares.values())
 

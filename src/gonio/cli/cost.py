@@ -70,8 +70,9 @@ def cost(
             )
         )
     else:
-        made: dict[str, Any] = {"model": model, "batch": batch, "optimizer": optimizer, "device": device}
-        save(dumps(made | {"rows": [asdict(row) for row in rows]}, ensure_ascii=False, indent=1), json, "JSON")
+        given: dict[str, Any] = {"model": model, "batch": batch, "optimizer": optimizer, "device": device}
+        made = {"schema": "gonio.cost/1", **given, "rows": [asdict(row) for row in rows]}
+        save(dumps(made, ensure_ascii=False, allow_nan=False, indent=1), json, "JSON")
 
 
 def _table(rows: Sequence[StepCost]) -> str:
