@@ -26,6 +26,7 @@ from gonio.cli import settings
 from gonio.cli.helping import LocalHelp
 from gonio.cli.options import Lang
 from gonio.errors import (
+    ConfigError,
     GonioError,
     Interrupted,
     InvalidArgumentError,
@@ -196,6 +197,9 @@ class Commands(LocalHelp, TyperGroup):
         except Exception as error:
             if type(error).__module__.startswith(("typer.", "click.")):
                 _in_plain_words(error)
+                if (refused := _of_file(error)) is not None:
+                    print_err(say("gonio: {message}", message=_message(refused)))
+                    raise typer.Exit(ExitCode.REFUSED) from error
                 self._near_options(error)
                 _translate(error)
                 raise
@@ -239,8 +243,9 @@ class Commands(LocalHelp, TyperGroup):
             return
         options = {max(p.opts, key=len).lstrip("-"): p.name for p in command.params if p.name != "help"}
         path = settings.named_file(words)
-        found = settings.defaults(path, name, options)
-        ctx.default_map = {name: found}
+        function = next(each.callback for each in app.registered_commands if each.name == name)
+        found = settings.defaults(path, name, settings.settings_of(function, options))
+        ctx.default_map, ctx.meta[_FILE] = {name: found}, path
         if settings.SHOW in words:
             given = [word for word in words[1:] if word != settings.SHOW]
             inner = command.make_context(name, given, parent=ctx)
@@ -260,6 +265,7 @@ def options_of(command: Any) -> list[str]:
     return [name for parameter in command.params for name in parameter.opts if name.startswith("-")]
 
 
+_FILE = "gonio.settings"  # of a context, where it has the file that set its defaults
 _WORDS = {
     r"^Value error, ": "",
     r"Input should be greater than or equal to (\S+)": r"it must be \1 or more",
@@ -280,6 +286,18 @@ def _in_plain_words(error: Any) -> None:
         near = closest(found[1], re.findall(r"'([^']*)'", found[2]), count=1)
         text += f" Did you mean {near[0]!r}?" if near else ""
     error.message = text
+
+
+def _of_file(error: Any) -> ConfigError | None:
+    """The error of a configuration file whose value an option refuses, as one out of its range; else None."""
+    parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if parameter is None or context is None:
+        return None
+    source, path = context.get_parameter_source(parameter.name), context.meta.get(_FILE)
+    if path is None or source is None or source.name != "DEFAULT_MAP":
+        return None
+    name = max(parameter.opts, key=len).lstrip("-")
+    return ConfigError(str(path), [f"[{context.info_name}] {name}: {error.message}"])
 
 
 # What click says of a command line, longest first where one begins like another.
