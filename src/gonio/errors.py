@@ -19,6 +19,7 @@ from gonio.messages import Message, fixed, joined, say
 
 __all__ = [
     "AlreadyAppliedError",
+    "ClaimError",
     "ConfigError",
     "GonioError",
     "GonioWarning",
@@ -112,6 +113,10 @@ class InvalidArgumentError(GonioError, ValueError):
 
     def __init__(self, asked: str, found: str, do: str) -> None:
         super().__init__(say("{asked}; found {found}. {do}", asked=fixed(asked), found=fixed(found), do=fixed(do)))
+
+
+class ClaimError(InvalidArgumentError):
+    """A claim file is invalid, or what it asks for cannot be built."""
 
 
 class UnknownNameError(GonioError, KeyError):

@@ -26,6 +26,7 @@ from gonio.cli import settings
 from gonio.cli.helping import LocalHelp
 from gonio.cli.options import Lang
 from gonio.errors import (
+    ClaimError,
     ConfigError,
     GonioError,
     Interrupted,
@@ -356,10 +357,11 @@ def _origin(context: Any, parameter: str, path: Path | None) -> str:
 
 
 def _exit_code(error: GonioError | OSError) -> ExitCode:
-    """A wrong name or value is a usage error, everything else is refused input."""
+    """A wrong name or value of the command line is a usage error, everything else is refused input."""
     if isinstance(error, Interrupted):
         return ExitCode.INTERRUPTED
-    return ExitCode.USAGE if isinstance(error, (UnknownNameError, InvalidArgumentError)) else ExitCode.REFUSED
+    named = isinstance(error, (UnknownNameError, InvalidArgumentError)) and not isinstance(error, ClaimError)
+    return ExitCode.USAGE if named else ExitCode.REFUSED
 
 
 def _message(error: GonioError | OSError) -> Message:
