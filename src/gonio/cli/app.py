@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import IntEnum
 from functools import partial
@@ -116,15 +116,21 @@ def check_folders(targets: Mapping[str, str | None], reads: Sequence[str | None]
 
 
 def _is_read(file: Path, word: str) -> bool:
-    """Whether a file is the one that a word names, or holds weights in the folder that it names."""
+    """Whether a file is the one that a word names, a shard of it, or a part of the model in the folder it names."""
     from gonio.measuring.reading.kinds import KINDS
+    from gonio.measuring.reading.shards import weight_map
 
     if not file.exists():
         return False
     named = [Path(word), *([Path(word.rpartition(":")[0])] if ":" in word else [])]
     if any(path.is_file() and path.samefile(file) for path in named):
         return True
-    return named[0].is_dir() and file.is_relative_to(named[0].resolve()) and file.suffix in KINDS
+    if named[0].is_file() and named[0].name.endswith(".index.json"):
+        with suppress(GonioError):  # the command itself says what is wrong with the index
+            shards = {named[0].parent / shard for shard in weight_map(named[0])[0].values()}
+            return any(shard.is_file() and shard.samefile(file) for shard in shards)
+    parts = file.suffix in KINDS or file.name.endswith((".index.json", "config.json"))
+    return named[0].is_dir() and file.is_relative_to(named[0].resolve()) and parts
 
 
 def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callable[[], str]]) -> bool:

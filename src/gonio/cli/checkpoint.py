@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
-from gonio.cli.app import check_folder
+from gonio.cli.app import check_folders
 from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import MARKS, AdapterConfig, adapters_in
@@ -208,10 +208,10 @@ def _named(names: Sequence[str]) -> Message:
     return listing([f"{name:.80}" for name in names], limit=3)
 
 
-def check_target(path: str) -> None:
-    """Check before the work that the result can be written."""
+def check_target(path: str, reads: Sequence[str | None]) -> None:
+    """Check before the work that the result can be written, and over none of the files that the command reads."""
     _check_suffix(path)
-    check_folder(path)
+    check_folders({"output": path}, reads)
 
 
 def _check_loads(file: Path) -> None:

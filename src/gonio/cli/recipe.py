@@ -42,7 +42,7 @@ def apply(
     from gonio.recipes import Recipe
     from gonio.recipes.catalogue import TRAINING
 
-    check_target(output)
+    check_target(output, [recipe, checkpoint, model])
     chosen, found = Recipe.load(recipe), read(checkpoint)
     if found.recipe is not None:
         why = f"the recipe {found.recipe.name!r} was applied to it before"
@@ -87,7 +87,7 @@ def fold(
     from gonio.recipes import Recipe
     from gonio.surgery import fold_
 
-    check_target(output)
+    check_target(output, [checkpoint, model, recipe, batch])
     selector = read_where(where)
     example = None if batch is None else read_batch(batch, option="--batch")
     found = read(checkpoint)
