@@ -210,8 +210,8 @@ class Tracker:
             found = [entry for entry in entries_of_model(self._model) if entry.layout is not None]
             left = self._left_out(found)
             paths = [entry.path[:80] for entry in found if entry.name not in left]
-            refused = [f"{entry.path[:80]} ({left[entry.name]})" for entry in found if entry.name in left]
-            raise NoMatchError("Tracker", asked_of(self._selector), paths, refused=refused)
+            reasons = {entry.path[:80]: left[entry.name] for entry in found if entry.name in left}
+            raise NoMatchError("Tracker", asked_of(self._selector), paths, refused=reasons)
 
     def __repr__(self) -> str:
         found = f", {len(self.findings)} findings" if self.findings else ""
@@ -308,9 +308,7 @@ class Tracker:
         if self.training is None:
             if not self._step:
                 return "step() was not called. Call it after each step of the optimizer, or pass optimizer=."
-            return (
-                f"{self._step} steps were counted, and every={self._every}. Pass a smaller every=, or call measure()."
-            )
+            return f"{self._step} steps were counted, and every={self._every}. Lower every=, or call measure()."
         name, steps = " and ".join(self._optimizers), max(self._counts.values(), default=0)
         if not steps:
             changed = any((p := ref()) is not None and p._version != version for ref, version in self._versions)
@@ -515,8 +513,7 @@ def _figures(t: TensorMeasurement) -> dict[str, float]:
 # --- loggers ---------------------------------------------------------------------------------------------------------
 
 Rows = Mapping[str, Mapping[str, float]]
-Send = Callable[[int, Rows], None]
-"""A function of the step and, for each layer, its figures by name."""
+Send = Callable[[int, Rows], None]  # of the step and, for each layer, its figures by name
 
 
 def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:
