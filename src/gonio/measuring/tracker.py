@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -216,6 +216,11 @@ class Tracker:
     def __repr__(self) -> str:
         found = f", {len(self.findings)} findings" if self.findings else ""
         return f"<Tracker every {self._every} steps: {len(self.rows)} rows, {len(self._senders)} loggers{found}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would record nothing, and its :meth:`undo_` would end this one."""
+        do = "Keep rows, heads and findings; make a new Tracker for a copied model or in another process."
+        raise InvalidArgumentError("a Tracker observes one model in one process", "a copy or a pickle of it", do)
 
     def step(self, number: int | None = None) -> None:
         """Count one step of the optimizer, and measure at every `every`-th one.
