@@ -94,8 +94,11 @@ def load_torch(path: Path) -> Any:
     return content
 
 
-def state_of_torch(path: Path) -> tuple[Found, Any]:
+def state_of_torch(path: Path, key: str = "") -> tuple[Found, Any]:
     """The state dict of a torch checkpoint, to be loaded into a model, and the content of the file.
+
+    Args:
+        key: its place, where there are several.
 
     Raises:
         UnreadableFileError: as :func:`load_torch`, for keys that are not text, and for a tensor with more entries
@@ -103,7 +106,7 @@ def state_of_torch(path: Path) -> tuple[Found, Any]:
         InvalidArgumentError: if it holds no named tensors.
     """
     content = load_torch(path)
-    found = state_in(content, what=repr(path.name))
+    found = state_in(content, what=repr(path.name), key=key)
     try:
         for name, value in found.state.items():
             if not isinstance(name, str):
