@@ -239,6 +239,7 @@ def test_a_tracker_takes_no_name_of_a_logger(path: str, tmp_path: Path, monkeypa
         ("fold shards.index.json --model digits-cnn -o part.safetensors", 2, "this command reads (shards.index.json)"),
         ("check shards.index.json --json part.safetensors", 2, "this command reads (shards.index.json)"),
         ("check several --json several/config.json", 2, "found a file that this command reads (several)"),
+        ("doctor several -o several", 2, "not 'several'; found the folder of a model that this command reads. Name"),
         ("reproduce weight-norm-grows --json nowhere/a.json", 2, "found no folder 'nowhere'. Create it."),
         ("reproduce claim.yaml --json claim.yaml", 2, "found a file that this command reads (claim.yaml)"),
         (

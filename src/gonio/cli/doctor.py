@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from json import dumps, loads
 from pathlib import Path
@@ -68,7 +68,7 @@ def doctor(
     from gonio.seeding import RandomInput
 
     check_folders({"json": json}, [source, model, task, batch, base])
-    _check_output(output)
+    _check_output(output, [source, base])
     held = None if model is None else read(source, key=key)
     first: Any = (
         read_source(source, seed=seed, key=key) if held is None or model is None else restored_model(held, model)
@@ -133,22 +133,23 @@ def _in_options(treated: Treatment) -> tuple[TreatmentStep, ...]:
     return tuple(replace(step, proof=options.get(step.proof, step.proof)) for step in treated.steps)
 
 
-def _check_output(output: Path | None) -> None:
-    """Refuse a folder that holds a result already, so that nothing is overwritten.
+def _check_output(output: Path | None, reads: Sequence[str | None]) -> None:
+    """Refuse a folder that holds a result already, or a model that is read, so that nothing is overwritten or doubled.
 
     The report of a run that kept nothing, and compared nothing, is none: the next one takes its place.
     """
     if output is None:
         return
     check_folder(str(output))
+    asked = say("-o takes a folder for new results, not {output!r}", output=str(output))
+    if any(output.is_dir() and Path(word).is_dir() and output.samefile(word) for word in filter(None, reads)):
+        raise InvalidArgumentError(asked, say("the folder of a model that this command reads"), "Name another.")
     there = [name for name in (CHECKPOINT, STEPS, PAGE, PROOFS) if (output / name).exists()]
     if {CHECKPOINT, PROOFS}.isdisjoint(there) and _kept_nothing(output / STEPS):
         return
     if there or (output.exists() and not output.is_dir()):
         found = f"{', '.join(there)} in it" if there else "a file"
-        raise InvalidArgumentError(
-            say("-o takes a folder for new results, not {output!r}", output=str(output)), found, "Name another."
-        )
+        raise InvalidArgumentError(asked, found, "Name another.")
 
 
 def _kept_nothing(steps: Path) -> bool:
