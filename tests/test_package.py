@@ -87,10 +87,16 @@ def test_messages_name_the_problem_what_was_found_and_what_to_do() -> None:
     assert str(nothing) == (
         "swap_: where=layr1 selects no module. Suitable modules: layer1, layer2. Did you mean layer1, layer2?"
     )
-    assert "it selects only fc. The model has no suitable" in str(errors.NoMatchError("L2", "fc", [], refused=["fc"]))
+    assert "it selects only fc (no weight). The model has no suitable" in str(
+        errors.NoMatchError("L2", "fc", [], refused={"fc": "no weight"})
+    )
     assert str(errors.NoMatchError("L2", None, [])) == "L2: no module of the model is suitable."
-    every = errors.NoMatchError("L2", None, [], refused=["0 (no weight)", "1 (no weight)"])
-    assert str(every) == "L2: no module is suitable; found 0 (no weight), 1 (no weight)."
+    every = errors.NoMatchError("L2", None, [], refused={"0": "no weight", "1": "no weight"})
+    assert str(every) == "L2: no module is suitable; found 0 and 1 (no weight)."
+    many = {"": "no weight", "0": "meta", **{f"{n}": "no weight" for n in range(1, 12)}}
+    assert str(errors.NoMatchError("L2", None, [], refused=many)) == (
+        "L2: no module is suitable; found 12 modules (no weight; the first is the model), 0 (meta)."
+    )
     found = errors.ConfigError("gonio.toml", ["line 1: no such key", "line 2: not a number"])
     assert str(found).splitlines()[1:3] == ["  line 1: no such key", "  line 2: not a number"]
 

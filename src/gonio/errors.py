@@ -11,14 +11,15 @@ import copyreg
 import difflib
 import importlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from gonio.messages import Message, fixed, joined, say
+from gonio.messages import Message, counted, fixed, joined, say
 
 __all__ = [
     "AlreadyAppliedError",
+    "ClaimError",
     "ConfigError",
     "GonioError",
     "GonioWarning",
@@ -44,6 +45,9 @@ __all__ = [
     "UntrainedParametersError",
 ]
 __dir__ = __all__.copy  # the public names alone
+
+
+_FEW = 3  # modules that an error names one by one
 
 
 class GonioError(Exception):
@@ -83,14 +87,15 @@ def listing(names: Sequence[str], *, limit: int = 12) -> Message:
 
 
 def first_line(error: BaseException, longest: int = 200, *, kind: bool = False) -> str:
-    r"""The first line of what an exception says, cut; its type where it says nothing, and before it on request.
+    r"""The first line of what an exception says, shortened; its type where it says nothing, and before it on request.
 
     Example:
         >>> from gonio.errors import first_line
         >>> first_line(ValueError("no\nmore")), first_line(RuntimeError()), first_line(ValueError("no"), kind=True)
         ('no', 'RuntimeError', 'ValueError: no')
     """
-    name, said = type(error).__name__, str(error).strip().partition("\n")[0][:longest]
+    name, said = type(error).__name__, str(error).strip().partition("\n")[0]
+    said = said if len(said) <= longest else f"{said[: longest - 1]}…"
     return f"{name}: {said}" if kind and said else said or name
 
 
@@ -114,6 +119,10 @@ class InvalidArgumentError(GonioError, ValueError):
         super().__init__(say("{asked}; found {found}. {do}", asked=fixed(asked), found=fixed(found), do=fixed(do)))
 
 
+class ClaimError(InvalidArgumentError):
+    """A claim file is invalid, or what it asks for cannot be built."""
+
+
 class UnknownNameError(GonioError, KeyError):
     """A name is not among the known names of its kind."""
 
@@ -132,10 +141,15 @@ class UnknownNameError(GonioError, KeyError):
 
 
 class NoMatchError(GonioError, ValueError):
-    """A `where` selects no module to which the verb can be applied; `where` is None where it is left out."""
+    """A `where` selects no module to which the verb can be applied; `where` is None where it is left out.
 
-    def __init__(self, verb: str, where: str | None, candidates: Sequence[str], *, refused: Sequence[str] = ()) -> None:
-        told: dict[str, str] = {"verb": verb, "refused": listing(refused)}
+    `refused` has the reason of each selected module by its path, `""` for the model itself.
+    """
+
+    def __init__(
+        self, verb: str, where: str | None, candidates: Sequence[str], *, refused: Mapping[str, str] | None = None
+    ) -> None:
+        told: dict[str, str] = {"verb": verb, "refused": _grouped(refused or {})}
         if where is None and not candidates:  # every module was asked for, and none is suitable
             none = say("{verb}: no module of the model is suitable.", **told)
             super().__init__(say("{verb}: no module is suitable; found {refused}.", **told) if refused else none)
@@ -149,6 +163,21 @@ class NoMatchError(GonioError, ValueError):
         none = say("{verb}: where={where} selects no module. {can}", **told)
         only = say("{verb}: where={where} matches no suitable module; it selects only {refused}. {can}", **told)
         super().__init__(only if refused else none)
+
+
+def _grouped(reasons: Mapping[str, str]) -> Message:
+    """Each reason once, with the modules that it is of: their paths, or the first one and their number."""
+    groups: dict[str, list[str]] = {}
+    for path, why in reasons.items():
+        groups.setdefault(why, []).append(path or say("the model"))
+    told = []
+    for why, paths in groups.items():
+        if len(paths) <= _FEW:
+            told.append(say("{paths} ({why})", paths=joined(paths, last=" and "), why=fixed(why)))
+        else:
+            count = counted(len(paths), "module")
+            told.append(say("{count} ({why}; the first is {path})", count=count, why=fixed(why), path=paths[0]))
+    return listing(told, limit=8)
 
 
 class AlreadyAppliedError(GonioError, ValueError):

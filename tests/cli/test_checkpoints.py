@@ -217,8 +217,38 @@ def test_a_parametrized_checkpoint_without_its_recipe_says_what_it_holds(plain: 
     torch.save(plain.state_dict(), "ws.pt")
     result = invoke("fold", "ws.pt", *MODEL, "-o", "out.pt")
     assert result.exit_code == 3
-    assert "Its weights are parametrized (WeightStandardization): pass --recipe, or a factory" in result.stderr
+    assert "Its weights are parametrized (WeightStandardization): name a factory that parametrizes" in result.stderr
+    assert "gonio fold CKPT --recipe RECIPE" in result.stderr
     assert not Path("out.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "apply normed.yaml gan.pt --model digits-cnn -o out.pt",
+        "fold gan.pt --model digits-cnn -o out.pt --recipe normed.yaml",
+        "measure gan.pt --model digits-cnn",
+        "doctor gan.pt --model digits-cnn",
+        "doctor gan.pt",
+    ],
+)
+def test_every_command_whose_error_advises_a_key_takes_it(plain: nn.Module, line: str) -> None:
+    words, folds = line.split(), line.startswith("fold")
+    if folds:
+        invoke("apply", "normed.yaml", "plain.pt", *MODEL, "-o", "normed.pt")
+    one = torch.load("normed.pt")["state_dict"] if folds else plain.state_dict()
+    torch.save({"generator": one, "critic": models.digits_cnn().state_dict()}, "gan.pt")
+    refused = invoke(*words)
+    assert refused.exit_code == 2
+    assert "Name the one to measure (--key generator on the command line)" in refused.stderr
+    taken = invoke(*words, "--key", "generator")
+    assert taken.exit_code == 0, taken.stderr
+    if line.startswith("apply"):
+        written = torch.load("out.pt")["state_dict"]
+        assert torch.equal(written["conv1.weight"], plain.state_dict()["conv1.weight"])
+    if not folds:
+        alone = invoke(*[word.replace("gan.pt", "plain.safetensors") for word in words], "--key", "generator")
+        assert (alone.exit_code, "a key names a state dict in a checkpoint of torch" in alone.stderr) == (2, True)
 
 
 def test_what_trainers_write_loads_into_its_model(plain: nn.Module) -> None:

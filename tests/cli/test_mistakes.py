@@ -41,6 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"epoch": 3}, folder / "epoch.pt")
     torch.save({"model.layers.0.q_proj.weight": torch.ones(4, 4)}, folder / "llama.pt")
     torch.save({"layer1.0.conv1.weight": torch.ones(4, 4, 3, 3)}, folder / "resnet.pt")
+    (folder / "linked.pt").symlink_to("whole.pt")
+    for name in ("several/config.json", "batch.pt", "part.safetensors", "claim.yaml"):
+        (folder / name).write_text("{}", encoding="utf-8")
+    (folder / "shards.index.json").write_text('{"weight_map": {"w": "part.safetensors"}}', encoding="utf-8")
     return folder
 
 
@@ -218,6 +222,27 @@ def test_a_tracker_takes_no_name_of_a_logger(path: str, tmp_path: Path, monkeypa
         ),
         ("doctor whole.pt --json whole.pt", 2, "cannot write 'whole.pt'; found a file that this command reads"),
         (
+            "apply orthogonal-init whole.pt --model digits-cnn -o whole.pt",
+            2,
+            "a file that this command reads (whole.pt)",
+        ),
+        (
+            "apply orthogonal-init whole.pt --model digits-cnn -o several/../whole.pt",
+            2,
+            "this command reads (whole.pt)",
+        ),
+        ("apply orthogonal-init linked.pt --model digits-cnn -o whole.pt", 2, "this command reads (linked.pt)"),
+        ("apply orthogonal-init whole.pt --model digits-cnn -o linked.pt", 2, "this command reads (whole.pt)"),
+        ("apply orthogonal-init several --model digits-cnn -o several/a.pt", 2, "this command reads (several)"),
+        ("fold whole.pt --model digits-cnn -o whole.pt", 2, "a file that this command reads (whole.pt). Name another"),
+        ("fold whole.pt --model digits-cnn --batch batch.pt -o batch.pt", 2, "this command reads (batch.pt)"),
+        ("fold shards.index.json --model digits-cnn -o part.safetensors", 2, "this command reads (shards.index.json)"),
+        ("check shards.index.json --json part.safetensors", 2, "this command reads (shards.index.json)"),
+        ("check several --json several/config.json", 2, "found a file that this command reads (several)"),
+        ("doctor several -o several", 2, "not 'several'; found the folder of a model that this command reads. Name"),
+        ("reproduce weight-norm-grows --json nowhere/a.json", 2, "found no folder 'nowhere'. Create it."),
+        ("reproduce claim.yaml --json claim.yaml", 2, "found a file that this command reads (claim.yaml)"),
+        (
             "plan weissi --model digits-cnn",
             2,
             "there is no recipe named 'weissi'. weissi is the method of scale-shift.",
@@ -228,6 +253,8 @@ def test_a_word_in_the_wrong_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, message: str
 ) -> None:
     monkeypatch.chdir(folder)
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     result = invoke(*shlex.split(words))
     assert message in " ".join(result.stderr.split())
     assert (result.exit_code, result.stdout) == (code, "")
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before

@@ -92,7 +92,19 @@ def test_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ('html = "page.html"', "[measure] html is a file to write, which only the command line can name"),
         ('config = "b.toml"', "[measure] config is no option of gonio measure"),
         ('journal = "a.jsonl"', "[measure] journal is a file to write, which only the command line can name"),
-        ("seed = {a = 1}", "[measure] seed must be text, a number, true, false or a list of them"),
+        ("seed = {a = 1}", "[measure] seed must be a whole number; found {'a': 1}"),
+        ("seed = true", "[measure] seed must be a whole number; found true"),
+        ("jobs = false", "[measure] jobs must be a whole number; found false"),
+        ("seed = 1.0", "[measure] seed must be a whole number; found 1.0"),
+        ('seed = "3"', "[measure] seed must be a whole number; found '3'"),
+        ("deep = 1", "[measure] deep must be true or false; found 1"),
+        ("batch = true", "[measure] batch must be text; found true"),
+        ("fail-on = true", "[measure] fail-on must be text; found true"),
+        ('batch = ["2x1x8x8"]', "[measure] batch must be text; found ['2x1x8x8']"),
+        ('also = "blocks"', "[measure] also must be a list of text; found 'blocks'"),
+        ("ignore = [true]", "[measure] ignore must be a list of text; found [true]"),
+        ("seed = -1", "[measure] seed: it must be 0 or more"),
+        ('fail-on = "wrn"', "[measure] fail-on: 'wrn' is not one of 'info', 'warn', 'error'. Did you mean 'warn'?"),
     ],
 )
 def test_what_a_file_cannot_set(folder: Path, line: str, message: str) -> None:
@@ -102,6 +114,16 @@ def test_what_a_file_cannot_set(folder: Path, line: str, message: str) -> None:
     assert message in " ".join(result.stderr.split())
     assert (result.exit_code, result.stdout) == (3, "")
     assert not (folder / "CANARY").exists()
+
+
+@pytest.mark.parametrize("value", ["true", "nan", "inf", "'x'", "[1.0]"])
+def test_a_number_of_a_file_is_a_finite_number(folder: Path, value: str) -> None:
+    (folder / "gonio.toml").write_text(f"[compare]\nlr = {value}\n")
+    result = invoke("compare", "--dry-run")
+    assert "[compare] lr must be a finite number" in result.stderr
+    assert result.exit_code == 3
+    (folder / "gonio.toml").write_text("[compare]\nlr = 1\n")
+    assert settings("compare")["lr"] == ("1.0", "gonio.toml")
 
 
 def test_a_script_is_named_on_the_command_line_alone(folder: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import gonio
 from catalog import seeded
 from foreign import FLOAT8_ROWS, torchvision
 from gonio.errors import InvalidArgumentError, UnreadableFileError
@@ -199,6 +201,50 @@ def test_what_lies_beside_a_state_dict_is_named_and_does_not_hide_it(name: str, 
     found = measure(tmp_path / "model_best.pth.tar")
     assert [f.code for f in found.findings if f.path == "a"] == ["G001"]
     assert found.notes == ("read from 'state_dict' of the checkpoint", "not read: beside, of the same checkpoint")
+
+
+def _steps(*models: nn.Module) -> list[dict[str, Any]]:
+    """The state of an optimizer of each model, after a step."""
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
+    for each, optimizer in zip(models, optimizers, strict=True):
+        each(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return [optimizer.state_dict() for optimizer in optimizers]
+
+
+def test_the_optimizer_tells_which_mapping_is_the_model(tmp_path: Path) -> None:
+    """Under keys that no list has, as of nnU-Net: by the shapes of the optimizer's parameters, and not by a name."""
+    net, other = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    (own, foreign), state = _steps(net, other), net.state_dict()
+    settings = {"init_args": {"fold": 0}, "trainer_name": "nnUNetTrainer", "grad_scaler_state": {"scale": 65536.0}}
+    torch.save({"network_weights": state, "optimizer_state": own, **settings}, tmp_path / "unet.pt")
+    torch.save({"trainer": {"policy": state, "opt": own}, "step": torch.tensor(3)}, tmp_path / "deep.pt")
+    for name, key in (("unet.pt", "network_weights"), ("deep.pt", "trainer.policy")):
+        found = measure(tmp_path / name)
+        assert (found.notes[0], found["0"].filters) == (f"read from {key!r} of the checkpoint", 3)
+        assert f"the model is read from {key!r} of the checkpoint" in gonio.check(tmp_path / name).notes
+    assert str(difference(tmp_path / "unet.pt", tmp_path / "deep.pt").verdict).startswith("6 of 7 tensors are equal")
+    for content, choice in (
+        ({"generator": state, "critic": other.state_dict(), "opt": own}, "generator"),
+        ({"nets": {"one": state}, "opt": foreign}, "nets.one"),
+        ({"ours": state, "note": {"exp_avg": torch.ones(3, 4)}, "opt": own}, "ours"),
+        ({"ours": state}, "ours"),
+    ):
+        torch.save(content, tmp_path / "several.pt")
+        with pytest.raises(InvalidArgumentError, match=rf"Name the one to measure \(--key {choice} on"):
+            measure(tmp_path / "several.pt")
+        assert len(measure(CheckpointPart(str(tmp_path / "several.pt"), choice)).layers)
+
+
+def test_arrays_of_numpy_are_named(tmp_path: Path) -> None:
+    torch.save({"model": {"a.weight": np.ones((3, 4))}, "__author__": "someone"}, tmp_path / "d2.pt")
+    with pytest.raises(
+        UnreadableFileError, match=r"its weights are arrays of numpy, .*by torch\.from_numpy\(array\)\."
+    ):
+        measure(tmp_path / "d2.pt")
+    torch.save({"a": STATE, "b": STATE, "random": np.ones(3)}, tmp_path / "gan.pt")
+    with pytest.raises(InvalidArgumentError, match="Name the one to measure"):
+        measure(tmp_path / "gan.pt")
 
 
 def test_a_state_dict_under_any_key_can_be_named(tmp_path: Path) -> None:

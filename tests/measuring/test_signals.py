@@ -211,6 +211,25 @@ def test_without_a_derivative_it_says_so() -> None:
     assert "Gradients were not measured: its output has no gradient." in found.notes
 
 
+def test_what_torch_says_of_a_derivative_is_quoted_in_one_short_line() -> None:
+    """As of BigBird, which writes into a tensor that its backward needs."""
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x).exp()
+            y.add_(1)
+            return y
+
+    (note,) = (n for n in measure(InPlace(), batch=seeded(5, 4)).notes if n.startswith("Gradients were not measured: "))
+    assert note.startswith("Gradients were not measured: derivatives cannot be computed: one of the variables needed")
+    assert note.endswith("….")
+    assert len(note) < 150
+
+
 def test_parametrized_layers_are_layers_and_what_computes_their_weight_is_none() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="0")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import logging
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +36,23 @@ def test_the_training_is_the_same_to_the_last_bit() -> None:
     assert len(tracker.rows) == 18
     disturbed, _ = train(lambda model, _: Disturbing(model))
     assert not torch.equal(plain["random"], disturbed["random"])
+
+
+@pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_tracker_is_not_copied_and_its_model_and_rows_are(act: Callable[[Any], Any]) -> None:
+    """A copy would record nothing, and its undo_() would end the tracker that records."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(
+        InvalidArgumentError, match=r"a Tracker observes .*; found a copy or a pickle of it\. Keep rows"
+    ):
+        act(tracker)
+    for each in (model, optimizer, tracker.rows, tracker.heads, tracker.findings):
+        act(each)
+    tracker.undo_()
 
 
 class Disturbing:

@@ -292,7 +292,7 @@ def test_weights_of_two_attentions_are_refused() -> None:
     model = nn.ModuleDict({"one": Attend(), "two": Attend()})
     model["two"].a = model["one"].a
     model.forward = lambda x: model["two"](model["one"](x))  # type: ignore[method-assign]
-    with pytest.raises(NoMatchError, match=r"one \(another attention has the same weights\)"):
+    with pytest.raises(NoMatchError, match=r"one and two \(another attention has the same weights\)"):
         gonio.clip_qk_(model, still(model), example=X)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from catalog import seeded
 from gonio import nn as layers
-from gonio.errors import AlreadyAppliedError, GonioError, UnmatchedRuleError
+from gonio.errors import AlreadyAppliedError, RecipeError, UnmatchedRuleError
 from gonio.recipes import Recipe, built_in_names
 from gonio.surgery import UndoError
 from recipes.models import convnet, model_for, recipe, state
@@ -143,9 +143,8 @@ def test_a_failure_takes_everything_back_and_names_the_rule() -> None:
     assert state(model) == between
     first.undo_()
     assert state(model) == before
-    with pytest.raises(GonioError, match="nonsense") as caught:
+    with pytest.raises(RecipeError, match=r"mine\.yaml:3: rule 1 of init .*'nonsense'"):
         Recipe.from_yaml(text.replace("orthogonal_", "orthogonal_, gain: nonsense"), origin="mine.yaml").apply_(model)
-    assert caught.value.__notes__[0].startswith("in mine.yaml:3: rule 1 of init")
     assert state(model) == before
 
 

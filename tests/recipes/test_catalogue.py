@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from gonio import nn as layers
 from gonio.errors import RecipeError, UnknownNameError
 from gonio.nn import angular, magnitude
 from gonio.recipes import Recipe
-from gonio.recipes.catalogue import VERBS, catalogue, find, objects_of
+from gonio.recipes.catalogue import TRAINING, VERBS, catalogue, find, objects_of
 
 # One layer of each kind that a converter takes.
 LAYERS = [
@@ -177,3 +178,15 @@ def test_the_official_recipe_is_that_of_the_released_code() -> None:
     unit = [weight / weight.norm(dim=1, keepdim=True) for weight in weights]
     half = [0.5 * (w @ w.T - torch.eye(len(w), dtype=w.dtype)).square().sum() for w in unit]
     assert float(applied.penalty().detach()) == pytest.approx(1e-5 * float(sum(half)), rel=1e-5)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *TRAINING])
+def test_true_is_no_number_of_any_option(verb: str) -> None:
+    for entry in catalogue(verb).values():
+        for option in entry.options.values():
+            arms = typing.get_args(option.plain) or (option.plain,)
+            if option.plain is None or bool in arms:
+                continue
+            for value in (True, False, [True], [0.5, False]):
+                with pytest.raises(ValueError, match="expected"):
+                    option.check(value)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gonio.errors import NoMatchError, UnmatchedRuleError
+from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError, RecipeError, UnmatchedRuleError
 from gonio.recipes import Recipe
 from recipes.models import Reversed, Untraceable, convnet, recipe, state
 
@@ -167,3 +167,49 @@ def test_a_tied_layer_is_planned_once() -> None:
     shared = nn.Linear(3, 3)
     plan = recipe(init=[{"where": "2", "use": "orthogonal_"}]).plan(nn.Sequential(shared, nn.ReLU(), shared))
     assert taken(plan, "init") == [(1, "0")]
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"init": [{"where": None, "use": "orthogonal_", "gain": "text"}]}, "there is no activation named 'text'"),
+        ({"init": [{"where": None, "use": "he_", "bias": 1e300}]}, "it fails: RuntimeError: value cannot be converted"),
+        (
+            {"init": [{"where": None, "use": "delta_orthogonal_"}]},
+            r"needs a convolution's weight; found shape \(3, 8\)",
+        ),
+        ({"swap": [{"where": None, "use": "to_group_norm", "groups": -1}]}, "groups must be >= 1; found -1"),
+        ({"swap": [{"where": None, "use": "to_layer_norm"}]}, "needs the sizes of 2 positions"),
+        (
+            {"swap": [{"where": None, "use": "to_layer_norm", "positions": [-1, 2]}]},
+            "it fails: RuntimeError: Trying to",
+        ),
+    ],
+)
+def test_a_plan_refuses_what_the_verb_would(rules: dict, said: str) -> None:
+    """Values out of range and methods that do not fit a type of layers, with the file, the line and the rule."""
+    made, model = recipe(**rules), convnet()
+    before = state(model)
+    for act in (made.plan, made.apply_):
+        with pytest.raises(RecipeError, match=rf"rule 1 of (init|swap) \(every module: .*{said}"):
+            act(model)
+    assert state(model) == before
+
+
+def test_a_plan_refuses_values_that_a_layer_turns_into_infinity_or_has_already() -> None:
+    huge = recipe(init=[{"where": "conv1", "use": "orthogonal_", "gain": 1e300}])
+    with pytest.raises(
+        NotApplicableError, match=r"init_: cannot initialise layer 'conv1' \(Conv2d\): orthogonal_ gave non-f"
+    ):
+        huge.plan(convnet())
+    model, sphere = convnet(), recipe(parametrize=[{"where": "fc1", "use": "Sphere"}])
+    sphere.apply_(model)
+    with pytest.raises(AlreadyAppliedError, match="cannot be applied twice to 'fc1'"):
+        sphere.plan(model)
+
+
+def test_a_plan_tries_small_layers_and_draws_no_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6000))
+    random = torch.get_rng_state()
+    assert len(recipe(init=[{"where": None, "use": "orthogonal_"}]).plan(model)) == 2
+    assert torch.equal(random, torch.get_rng_state())

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import IntEnum
 from functools import partial
@@ -26,6 +26,8 @@ from gonio.cli import settings
 from gonio.cli.helping import LocalHelp
 from gonio.cli.options import Lang
 from gonio.errors import (
+    ClaimError,
+    ConfigError,
     GonioError,
     Interrupted,
     InvalidArgumentError,
@@ -114,15 +116,21 @@ def check_folders(targets: Mapping[str, str | None], reads: Sequence[str | None]
 
 
 def _is_read(file: Path, word: str) -> bool:
-    """Whether a file is the one that a word names, or holds weights in the folder that it names."""
+    """Whether a file is the one that a word names, a shard of it, or a part of the model in the folder it names."""
     from gonio.measuring.reading.kinds import KINDS
+    from gonio.measuring.reading.shards import weight_map
 
     if not file.exists():
         return False
     named = [Path(word), *([Path(word.rpartition(":")[0])] if ":" in word else [])]
     if any(path.is_file() and path.samefile(file) for path in named):
         return True
-    return named[0].is_dir() and file.is_relative_to(named[0].resolve()) and file.suffix in KINDS
+    if named[0].is_file() and named[0].name.endswith(".index.json"):
+        with suppress(GonioError):  # the command itself says what is wrong with the index
+            shards = {named[0].parent / shard for shard in weight_map(named[0])[0].values()}
+            return any(shard.is_file() and shard.samefile(file) for shard in shards)
+    parts = file.suffix in KINDS or file.name.endswith((".index.json", "config.json"))
+    return named[0].is_dir() and file.is_relative_to(named[0].resolve()) and parts
 
 
 def save_formats(targets: Mapping[str, str | None], writers: Mapping[str, Callable[[], str]]) -> bool:
@@ -196,6 +204,9 @@ class Commands(LocalHelp, TyperGroup):
         except Exception as error:
             if type(error).__module__.startswith(("typer.", "click.")):
                 _in_plain_words(error)
+                if (refused := _of_file(error)) is not None:
+                    print_err(say("gonio: {message}", message=_message(refused)))
+                    raise typer.Exit(ExitCode.REFUSED) from error
                 self._near_options(error)
                 _translate(error)
                 raise
@@ -239,8 +250,9 @@ class Commands(LocalHelp, TyperGroup):
             return
         options = {max(p.opts, key=len).lstrip("-"): p.name for p in command.params if p.name != "help"}
         path = settings.named_file(words)
-        found = settings.defaults(path, name, options)
-        ctx.default_map = {name: found}
+        function = next(each.callback for each in app.registered_commands if each.name == name)
+        found = settings.defaults(path, name, settings.settings_of(function, options))
+        ctx.default_map, ctx.meta[_FILE] = {name: found}, path
         if settings.SHOW in words:
             given = [word for word in words[1:] if word != settings.SHOW]
             inner = command.make_context(name, given, parent=ctx)
@@ -260,6 +272,7 @@ def options_of(command: Any) -> list[str]:
     return [name for parameter in command.params for name in parameter.opts if name.startswith("-")]
 
 
+_FILE = "gonio.settings"  # of a context, where it has the file that set its defaults
 _WORDS = {
     r"^Value error, ": "",
     r"Input should be greater than or equal to (\S+)": r"it must be \1 or more",
@@ -280,6 +293,18 @@ def _in_plain_words(error: Any) -> None:
         near = closest(found[1], re.findall(r"'([^']*)'", found[2]), count=1)
         text += f" Did you mean {near[0]!r}?" if near else ""
     error.message = text
+
+
+def _of_file(error: Any) -> ConfigError | None:
+    """The error of a configuration file whose value an option refuses, as one out of its range; else None."""
+    parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
+    if parameter is None or context is None:
+        return None
+    source, path = context.get_parameter_source(parameter.name), context.meta.get(_FILE)
+    if path is None or source is None or source.name != "DEFAULT_MAP":
+        return None
+    name = max(parameter.opts, key=len).lstrip("-")
+    return ConfigError(str(path), [f"[{context.info_name}] {name}: {error.message}"])
 
 
 # What click says of a command line, longest first where one begins like another.
@@ -338,10 +363,11 @@ def _origin(context: Any, parameter: str, path: Path | None) -> str:
 
 
 def _exit_code(error: GonioError | OSError) -> ExitCode:
-    """A wrong name or value is a usage error, everything else is refused input."""
+    """A wrong name or value of the command line is a usage error, everything else is refused input."""
     if isinstance(error, Interrupted):
         return ExitCode.INTERRUPTED
-    return ExitCode.USAGE if isinstance(error, (UnknownNameError, InvalidArgumentError)) else ExitCode.REFUSED
+    named = isinstance(error, (UnknownNameError, InvalidArgumentError)) and not isinstance(error, ClaimError)
+    return ExitCode.USAGE if named else ExitCode.REFUSED
 
 
 def _message(error: GonioError | OSError) -> Message:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
-from gonio.cli.app import check_folder
+from gonio.cli.app import check_folders
 from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import MARKS, AdapterConfig, adapters_in
@@ -57,8 +57,12 @@ class Checkpoint:
         return {**made_by, _FOLDED: self.folded} if self.folded else made_by
 
 
-def read(path: str) -> Checkpoint:
-    """Read a checkpoint, or a model of a hub in the cache of this machine, as data; no code in it runs."""
+def read(path: str, *, key: str | None = None) -> Checkpoint:
+    """Read a checkpoint, or a model of a hub in the cache of this machine, as data; no code in it runs.
+
+    Args:
+        key: of the state dict to read, where a checkpoint of torch holds several.
+    """
     path = in_cache(path) or path
     file = Path(path)
     files = files_in(file)[0] if file.is_dir() else [file]
@@ -67,10 +71,13 @@ def read(path: str) -> Checkpoint:
     state: Mapping[str, Any]
     metadata: Mapping[str, Any]
     if len(files) > 1 or files[0].is_dir() or files[0].name.endswith(".index.json"):
-        state, metadata = _parts(files)
+        state, metadata = _parts(files, key or "")
     else:
         _check_loads(files[0])
-        state, metadata = _safetensors(files[0]) if files[0].suffix == ".safetensors" else _torch(files[0])
+        if files[0].suffix != ".safetensors":
+            state, metadata = _torch(files[0], key or "")
+        else:
+            state, metadata = _safetensors(files[0]) if key is None else _parts(files, key)
     seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
     text, expected = metadata.get(_RECIPE), metadata.get(_HASH)
     recipe = Recipe.from_yaml(text, origin=f"the recipe in {path}") if isinstance(text, str) else None
@@ -155,7 +162,8 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
         if kinds or any(".parametrizations." in name for name in checkpoint.state):
             named = f" ({listing(kinds)})" if kinds else ""
             do = say(
-                "Its weights are parametrized{named}: pass --recipe, or a factory that parametrizes the model.",
+                "Its weights are parametrized{named}: name a factory that parametrizes the model, or fold them first "
+                "(gonio fold CKPT --recipe RECIPE).",
                 named=named,
             )
         raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", found, do) from error
@@ -208,10 +216,10 @@ def _named(names: Sequence[str]) -> Message:
     return listing([f"{name:.80}" for name in names], limit=3)
 
 
-def check_target(path: str) -> None:
-    """Check before the work that the result can be written."""
+def check_target(path: str, reads: Sequence[str | None]) -> None:
+    """Check before the work that the result can be written, and over none of the files that the command reads."""
     _check_suffix(path)
-    check_folder(path)
+    check_folders({"output": path}, reads)
 
 
 def _check_loads(file: Path) -> None:
@@ -233,9 +241,12 @@ def _check_suffix(path: str, known: tuple[str, ...] = _SUFFIXES) -> None:
         )
 
 
-def _parts(files: list[Path]) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+def _parts(files: list[Path], key: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """The tensors of a checkpoint in several files."""
-    opened = open_file(files[0]) if len(files) == 1 else open_parts(files)
+    if key and len(files) > 1:
+        asked = "a key names a state dict in a checkpoint of torch"
+        raise InvalidArgumentError(asked, listing([file.name for file in files], limit=3), "Leave the key out.")
+    opened = open_file(files[0], key) if len(files) == 1 else open_parts(files)
     if opened.refusal is not None:
         raise opened.refusal
     return {name: stored.load() for name, stored in opened.stored.items()}, {}
@@ -249,6 +260,6 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         raise damaged(path, error) from error
 
 
-def _torch(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    held, content = state_of_torch(path)
+def _torch(path: Path, key: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    held, content = state_of_torch(path, key)
     return held.state, content if held.key else {}

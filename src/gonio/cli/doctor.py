@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from json import dumps, loads
 from pathlib import Path
@@ -47,6 +49,7 @@ def doctor(
     task: Task = None,
     batch: options.Batch = None,
     base: Base = None,
+    key: options.Key = None,
     output: Folder = None,
     json: options.Json = None,
     seed: options.Seed = 0,
@@ -65,12 +68,17 @@ def doctor(
     from gonio.seeding import RandomInput
 
     check_folders({"json": json}, [source, model, task, batch, base])
-    _check_output(output)
-    held = None if model is None else read(source)
-    first: Any = read_source(source, seed=seed) if held is None or model is None else restored_model(held, model)
-    if held is not None or isinstance(first, str):
+    _check_output(output, [source, base])
+    held = None if model is None else read(source, key=key)
+    first: Any = (
+        read_source(source, seed=seed, key=key) if held is None or model is None else restored_model(held, model)
+    )
+    alone = isinstance(first, (str, os.PathLike))
+    if held is not None or alone:
         options.refuse_unused(context, "seed", say("files alone, whose weights are not random"))
-    if isinstance(first, str) and (task or batch or base or unproven):
+    else:
+        options.refuse_unused(context, "key", say("no checkpoint, which may hold several state dicts"))
+    if alone and (task or batch or base or unproven):
         option = "--task" if task else "--batch" if batch else "--base" if base else "--unproven"
         raise InvalidArgumentError(
             say("{option} takes a model", option=option), "a file alone", "Add --model FILE.py:FACTORY."
@@ -79,7 +87,7 @@ def doctor(
     if example is not None:
         check_runs(first, example.value if isinstance(example, RandomInput) else example, option="--batch")
     with users_code(task, model, source):
-        before = None if base is None else read(base).state
+        before = None if base is None else _base(base, key)
         treated = gonio.doctor(first, task=task, batch=example, base=before, apply_unproven=unproven)
     treated = replace(treated, steps=_in_options(treated), source=treated.source if held is None else name_of(source))
     if json is None:
@@ -89,6 +97,18 @@ def doctor(
     if output is not None:
         _write(treated, output, held)
     fail_at(treated.after.findings, fail_on)
+
+
+def _base(path: str, key: str | None) -> Mapping[str, Any]:
+    """The tensors of the base; under the key, too, where it holds several state dicts."""
+    from gonio.cli.checkpoint import read
+
+    try:
+        return read(path).state
+    except InvalidArgumentError:
+        if key is None:
+            raise
+        return read(path, key=key).state
 
 
 def _in_options(treated: Treatment) -> tuple[TreatmentStep, ...]:
@@ -113,22 +133,23 @@ def _in_options(treated: Treatment) -> tuple[TreatmentStep, ...]:
     return tuple(replace(step, proof=options.get(step.proof, step.proof)) for step in treated.steps)
 
 
-def _check_output(output: Path | None) -> None:
-    """Refuse a folder that holds a result already, so that nothing is overwritten.
+def _check_output(output: Path | None, reads: Sequence[str | None]) -> None:
+    """Refuse a folder that holds a result already, or a model that is read, so that nothing is overwritten or doubled.
 
     The report of a run that kept nothing, and compared nothing, is none: the next one takes its place.
     """
     if output is None:
         return
     check_folder(str(output))
+    asked = say("-o takes a folder for new results, not {output!r}", output=str(output))
+    if any(output.is_dir() and Path(word).is_dir() and output.samefile(word) for word in filter(None, reads)):
+        raise InvalidArgumentError(asked, say("the folder of a model that this command reads"), "Name another.")
     there = [name for name in (CHECKPOINT, STEPS, PAGE, PROOFS) if (output / name).exists()]
     if {CHECKPOINT, PROOFS}.isdisjoint(there) and _kept_nothing(output / STEPS):
         return
     if there or (output.exists() and not output.is_dir()):
         found = f"{', '.join(there)} in it" if there else "a file"
-        raise InvalidArgumentError(
-            say("-o takes a folder for new results, not {output!r}", output=str(output)), found, "Name another."
-        )
+        raise InvalidArgumentError(asked, found, "Name another.")
 
 
 def _kept_nothing(steps: Path) -> bool:

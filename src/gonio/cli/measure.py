@@ -78,10 +78,10 @@ def measure(
         _changes(context, [read_source(word, seed=seed, key=key) for word in (source, *after)], how, targets, fail_on)
         return
     _refuse("--headers", {**whole, **spread, "--html": html, "--csv": csv, "--md": md} if headers else {})
-    _refuse("--model", {"--base": base, "--key": key, **spread} if model else {})
-    first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source), model)
+    _refuse("--model", {"--base": base, **spread} if model else {})
+    first = read_source(source, seed=seed, key=key) if model is None else restored_model(read(source, key=key), model)
     based = None if base is None else read_source(base, seed=seed)
-    _check_effect(context, [based, *([] if model is not None else [first])])
+    _check_effect(context, [based, first if model is None else source])
     if headers:
         _write_outline(first, json)
         return

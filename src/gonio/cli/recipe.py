@@ -29,6 +29,7 @@ def apply(
     *,
     model: options.Model,
     output: options.Output,
+    key: options.Key = None,
     seed: options.Seed = 0,
 ) -> None:
     """Apply a recipe to a checkpoint and write the new state dict.
@@ -42,8 +43,8 @@ def apply(
     from gonio.recipes import Recipe
     from gonio.recipes.catalogue import TRAINING
 
-    check_target(output)
-    chosen, found = Recipe.load(recipe), read(checkpoint)
+    check_target(output, [recipe, checkpoint, model])
+    chosen, found = Recipe.load(recipe), read(checkpoint, key=key)
     if found.recipe is not None:
         why = f"the recipe {found.recipe.name!r} was applied to it before"
         raise NotApplicableError(
@@ -76,6 +77,7 @@ def fold(
         str | None, typer.Option(help="Fold these modules only, e.g. 'layer1.*'.", metavar="WHERE")
     ] = None,
     batch: options.Batch = None,
+    key: options.Key = None,
 ) -> None:
     """Fold parametrizations, norms and linear decoupled layers of a checkpoint into plain layers.
 
@@ -87,10 +89,10 @@ def fold(
     from gonio.recipes import Recipe
     from gonio.surgery import fold_
 
-    check_target(output)
+    check_target(output, [checkpoint, model, recipe, batch])
     selector = read_where(where)
     example = None if batch is None else read_batch(batch, option="--batch")
-    found = read(checkpoint)
+    found = read(checkpoint, key=key)
     used = Recipe.load(recipe) if recipe is not None else found.recipe
     built = restored_model(found, model, recipe=used)
     if example is not None:

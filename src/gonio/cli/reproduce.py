@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, print_err, print_out, save, show, users_code
+from gonio.cli.app import ExitCode, check_folders, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import aligned
 from gonio.messages import counted, local, say
@@ -83,6 +83,7 @@ def reproduce(
     from gonio.lab.claims import ClaimOptions, load_claims, shipped_names
     from gonio.lab.claims.experiment import command_of
 
+    check_folders({"json": json}, [*(names or []), task, model, data])
     claims: Sequence[Claim] = load_claims(names or ())
     if list_claims:
         _list([*claims, *load_claims(shipped_names())] if shipped_names() and not names else claims)

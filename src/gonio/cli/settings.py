@@ -6,12 +6,14 @@ command line wins. A file may not name code or files to write: a folder of someb
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from gonio.errors import ConfigError, closest, listing
 from gonio.escaping import aligned
@@ -25,6 +27,35 @@ EPILOG = f"{SHOW} shows every setting and where it comes from, and stops. The ta
 MOST_BYTES = 1 << 20
 _WRITTEN = ("html", "json", "csv", "md", "tex", "output", "journal")
 _CODE = re.compile(r"\.py(?::|$)")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a file may give for an option.
+
+    Attributes:
+        parameter: the name in the command's function. `kind`: bool, int, float or str. `several`: whether it is a list.
+    """
+
+    parameter: str
+    kind: type
+    several: bool
+
+
+def settings_of(function: Callable[..., Any] | None, options: Mapping[str, str]) -> dict[str, Setting]:
+    """What a file may give for each option of a command, by the annotations of its function."""
+    return {name: Setting(each, *_kind(function.__annotations__[each])) for name, each in options.items()}
+
+
+def _kind(annotation: Any) -> tuple[type, bool]:
+    """The type of a value, and whether the option takes a list of them; a choice and a path are text."""
+    if annotation in (bool, int, float):
+        return annotation, False
+    inner = [each for each in get_args(annotation) if isinstance(each, type) or get_args(each)]
+    if get_origin(annotation) is list:
+        return _kind(inner[0])[0], True
+    inner = [each for each in inner if each is not type(None)]
+    return _kind(inner[0]) if inner else (str, False)
 
 
 def nearest(start: Path) -> Path | None:
@@ -66,11 +97,11 @@ def named_file(words: Sequence[str]) -> Path | None:
     return nearest(Path.cwd())
 
 
-def defaults(path: Path | None, command: str, options: Mapping[str, str]) -> dict[str, Any]:
+def defaults(path: Path | None, command: str, options: Mapping[str, Setting]) -> dict[str, Any]:
     """The values that a file sets for a command, by the names of its parameters.
 
     Args:
-        options: the name of a parameter by the name of the option, without dashes before it.
+        options: by the name of the option, without dashes before it.
 
     Raises:
         ConfigError: with every problem of the command's table.
@@ -85,10 +116,10 @@ def defaults(path: Path | None, command: str, options: Mapping[str, str]) -> dic
     problems = [found for name, value in table.items() if (found := _problem(command, name, value, options))]
     if problems:
         raise ConfigError(str(path), problems)
-    return {options[name]: value for name, value in table.items()}
+    return {options[name].parameter: value for name, value in table.items()}
 
 
-def _problem(command: str, name: str, value: Any, options: Mapping[str, str]) -> str:
+def _problem(command: str, name: str, value: Any, options: Mapping[str, Setting]) -> str:
     """Why a file cannot set an option to a value, in one sentence; empty if it can."""
     at = f"[{command}] {name:.80}"
     if name not in options or name in ("help", "config"):
@@ -98,12 +129,30 @@ def _problem(command: str, name: str, value: Any, options: Mapping[str, str]) ->
         )
     if name in _WRITTEN:
         return f"{at} is a file to write, which only the command line can name"
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, (str, int, float, bool)) for each in values):
-        return f"{at} must be text, a number, true, false or a list of them; found {value!r:.80}"
+    option, values = options[name], value if isinstance(value, list) else [value]
     if name == "script" or any(isinstance(each, str) and _CODE.search(each) for each in values):
         return f"{at} names code, which only the command line can name; found {value!r:.80}"
+    if isinstance(value, list) is not option.several or not all(_fits(each, option.kind) for each in values):
+        must = f"a list of {_MUST[option.kind]}" if option.several else _MUST[option.kind]
+        return f"{at} must be {must}; found {_toml(value):.80}"
     return ""
+
+
+_MUST: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+
+
+def _fits(value: Any, kind: type) -> bool:
+    """Whether a value of TOML has a type; true and false are no numbers, and a whole number is a number."""
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind
+
+
+def _toml(value: Any) -> str:
+    """A value as it stands in the file, as far as its spelling differs from Python's."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def shown(rows: Sequence[tuple[str, Any, str]], path: Path | None) -> str:

@@ -361,7 +361,7 @@ def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.M
     taken = [site for site in matched if _why_not(site, can_act) is None]
     if not taken:
         able = [site.path for site in everything if _why_not(site, can_act) is None]
-        refused = [f"{site.path or 'the model'} ({_why_not(site, can_act)})" for site in matched]
+        refused = {site.path: _why_not(site, can_act) or "" for site in matched}
         text = asked_of(selector)
         if text is not None and not matched and any(OfTypeName(text)(site.path, site.module) for site in everything):
             text = f"{text!r}, a glob over paths (for the class write 'type:{text}')"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -210,12 +210,17 @@ class Tracker:
             found = [entry for entry in entries_of_model(self._model) if entry.layout is not None]
             left = self._left_out(found)
             paths = [entry.path[:80] for entry in found if entry.name not in left]
-            refused = [f"{entry.path[:80]} ({left[entry.name]})" for entry in found if entry.name in left]
-            raise NoMatchError("Tracker", asked_of(self._selector), paths, refused=refused)
+            reasons = {entry.path[:80]: left[entry.name] for entry in found if entry.name in left}
+            raise NoMatchError("Tracker", asked_of(self._selector), paths, refused=reasons)
 
     def __repr__(self) -> str:
         found = f", {len(self.findings)} findings" if self.findings else ""
         return f"<Tracker every {self._every} steps: {len(self.rows)} rows, {len(self._senders)} loggers{found}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would record nothing, and its :meth:`undo_` would end this one."""
+        do = "Keep rows, heads and findings; make a new Tracker for a copied model or in another process."
+        raise InvalidArgumentError("a Tracker observes one model in one process", "a copy or a pickle of it", do)
 
     def step(self, number: int | None = None) -> None:
         """Count one step of the optimizer, and measure at every `every`-th one.
@@ -308,9 +313,7 @@ class Tracker:
         if self.training is None:
             if not self._step:
                 return "step() was not called. Call it after each step of the optimizer, or pass optimizer=."
-            return (
-                f"{self._step} steps were counted, and every={self._every}. Pass a smaller every=, or call measure()."
-            )
+            return f"{self._step} steps were counted, and every={self._every}. Lower every=, or call measure()."
         name, steps = " and ".join(self._optimizers), max(self._counts.values(), default=0)
         if not steps:
             changed = any((p := ref()) is not None and p._version != version for ref, version in self._versions)
@@ -515,8 +518,7 @@ def _figures(t: TensorMeasurement) -> dict[str, float]:
 # --- loggers ---------------------------------------------------------------------------------------------------------
 
 Rows = Mapping[str, Mapping[str, float]]
-Send = Callable[[int, Rows], None]
-"""A function of the step and, for each layer, its figures by name."""
+Send = Callable[[int, Rows], None]  # of the step and, for each layer, its figures by name
 
 
 def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from gonio.errors import UnknownNameError
 from gonio.models.generative import byte_gru, digits_gan, digits_vae
+from gonio.models.sizes import sized
 from gonio.nn import SwitchableNorm2d
 
 
+@sized
 def digits_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     """Three conv-BN-ReLU blocks (16, 32, 64 filters), pooling to 2 × 2, and two linear layers.
 
@@ -36,6 +38,7 @@ def digits_cnn(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
+@sized
 def pointnet(num_classes: int = 8, in_channels: int = 3) -> nn.Module:
     """Three layers shared by all points (32, 64, 128 filters), their maximum over the points, two linear layers.
 
@@ -146,6 +149,7 @@ class Block(nn.Module):
         return mixed
 
 
+@sized
 def byte_transformer(num_classes: int = 256, *, width: int = 64, depth: int = 2, dropout: float = 0.0) -> nn.Module:
     """A :class:`ByteTransformer` of `depth` blocks of width `width` with 4 heads, for 128 bytes of context.
 
@@ -183,6 +187,7 @@ _LINEAR_NORMS: Mapping[str, Callable[[int], nn.Module]] = {
 }
 
 
+@sized
 def deep_mlp(
     num_classes: int = 10,
     *,
@@ -235,6 +240,7 @@ class Residual(nn.Module):
         return mixed
 
 
+@sized
 def residual_mlp(
     num_classes: int = 10, *, pixels: int = 64, blocks: int = 3, width: int = 64, activation: str = "relu"
 ) -> nn.Module:
@@ -260,6 +266,7 @@ def residual_mlp(
     return nn.Sequential(*layers, nn.Linear(width, num_classes))
 
 
+@sized
 def deep_cnn(
     num_classes: int = 10,
     in_channels: int = 1,
@@ -325,6 +332,7 @@ class BasicBlock(nn.Module):
         return F.relu(self.shortcut(x) + branch)
 
 
+@sized
 def resnet20(
     num_classes: int = 10, in_channels: int = 3, *, width: int = 16, blocks: int = 3, norm: str = "batch"
 ) -> nn.Module:
@@ -361,6 +369,7 @@ def resnet20(
     return nn.Sequential(OrderedDict(layers))
 
 
+@sized
 def plain_cnn9(num_classes: int = 10, in_channels: int = 3, *, width: int = 64, norm: str = "batch") -> nn.Module:
     """The plain network of nine 3 × 3 convolutions, three for each of three resolutions, with which DCNet is compared.
 

@@ -8,6 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from gonio.errors import UnknownNameError
+from gonio.models.sizes import sized
 
 _PIXELS, _NOISE_SEED = 64, 0
 
@@ -131,6 +132,7 @@ class ByteGru(nn.Module):
         return logits
 
 
+@sized
 def digits_gan(*, width: int = 128, code: int = 16) -> nn.Module:
     """A :class:`Gan` for images of 8 × 8.
 
@@ -141,6 +143,7 @@ def digits_gan(*, width: int = 128, code: int = 16) -> nn.Module:
     return Gan(width, code)
 
 
+@sized
 def digits_vae(*, width: int = 128, code: int = 8) -> nn.Module:
     """A :class:`Vae` for images of 8 × 8.
 
@@ -151,6 +154,7 @@ def digits_vae(*, width: int = 128, code: int = 8) -> nn.Module:
     return Vae(width, code)
 
 
+@sized
 def byte_gru(num_classes: int = 256, *, width: int = 64, norm: str = "none") -> nn.Module:
     """A :class:`ByteGru` with a norm of `none`, `layer` or `batch`.
 

@@ -187,8 +187,7 @@ def _chosen(
     left = {path: why for path, why in reasons.items() if at[path].matches(selector)}
     chosen = [block for block in able if at[block.path].matches(selector)]
     if not chosen:
-        refused = [f"{path or 'the model'} ({why})" for path, why in left.items()]
-        raise NoMatchError("clip_qk_", asked_of(selector), [block.path for block in able], refused=refused)
+        raise NoMatchError("clip_qk_", asked_of(selector), [block.path for block in able], refused=left)
     for path, why in left.items() if where is not None else ():
         kind = at[path].kind
         raise NotApplicableError("clip_qk_", path, why, "Exclude it in `where`.", action="clip logits of", kind=kind)

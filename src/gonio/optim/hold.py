@@ -321,8 +321,7 @@ def _selected(model: nn.Module, trained: set[int], where: Where, norm: Norm) -> 
             elif own is not None:
                 taken.setdefault(id(own), ref)
     if not taken:
-        refused = [f"{path} ({why})" for path, why in left.items()]
-        raise NoMatchError("hold_", asked_of(selector), able, refused=refused)
+        raise NoMatchError("hold_", asked_of(selector), able, refused=left)
     return list(taken.values()), left
 
 

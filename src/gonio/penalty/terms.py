@@ -75,7 +75,7 @@ def bind(
         where, regularizer = rule
         found = list(_bindings(model, where, regularizer, context))
         if all(b.skipped for b in found):
-            refused = [f"{b.weight.label} ({b.skipped})" for b in found]
+            refused = {b.weight.label: b.skipped or "" for b in found}
             raise NoMatchError(type(regularizer).__name__, asked_of(as_selector(where)), [], refused=refused)
         bindings += found
         left |= left_out(model, where, can_act=partial(can_act, kind=type(regularizer), named=where is not None))

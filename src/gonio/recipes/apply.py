@@ -18,10 +18,11 @@ from gonio.messages import local, say
 from gonio.optim import Held
 from gonio.optim.named import type_of
 from gonio.penalty import Penalty
+from gonio.recipes.acting import act_
 from gonio.recipes.catalogue import AFTER_STEPS, find
 from gonio.recipes.plan import Assignment
 from gonio.recipes.rule import Rule
-from gonio.surgery import Edited, UndoError, init_, parametrize_, swap_
+from gonio.surgery import Edited, UndoError
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,20 +140,11 @@ def apply_(
 
 def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
     """Run the verb of one rule; it notes the layers that it leaves out."""
-    where, arguments = assignment.where, assignment.rule.arguments()
-    target, tensor = find(assignment.verb, assignment.rule.use).target, arguments.pop("tensor", "weight")
     try:
-        match assignment.verb:
-            case "swap":
-                edited = swap_(model, target, where=where, **arguments)
-            case "init":
-                edited = init_(model, target, where=where, tensor=tensor, seed=seed, **arguments)
-            case _:
-                edited = parametrize_(model, target(**arguments), where=where, tensor=tensor)
+        return act_(model, assignment.verb, assignment.rule, where=assignment.where, seed=seed)
     except GonioError as error:
         error.add_note(f"in {assignment.place}")
         raise
-    return edited
 
 
 class _Parts:

@@ -64,6 +64,10 @@ class Option:
         Raises:
             ValueError: with the value found and the values accepted.
         """
+        arms = typing.get_args(self.plain) if isinstance(self.plain, types.UnionType) else (self.plain,)
+        words = [each for arm in arms if typing.get_origin(arm) is Literal for each in typing.get_args(arm)]
+        if isinstance(value, bool) and bool not in arms and words and not any(value is each for each in words):
+            raise ValueError(f"found {value}; expected {' or '.join(map(repr, words))}")  # true equals 1
         try:
             return self.adapter.validate_python(value)
         except ValidationError as error:

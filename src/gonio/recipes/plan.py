@@ -9,13 +9,24 @@ from functools import partial
 from torch import nn
 
 from gonio.editing.where import left_out, require_model
-from gonio.errors import GonioError, NoMatchError, UnmatchedRuleError, closest, listing
+from gonio.errors import (
+    GonioError,
+    InvalidArgumentError,
+    NoMatchError,
+    RecipeError,
+    UnknownNameError,
+    UnmatchedRuleError,
+    closest,
+    first_line,
+    listing,
+)
 from gonio.escaping import aligned, html_table
 from gonio.geometry.views import has_filters
 from gonio.messages import local, say
 from gonio.optim.clip_qk import clippable
 from gonio.optim.hold import holdable
 from gonio.penalty import terms
+from gonio.recipes.acting import refusal
 from gonio.recipes.catalogue import AFTER_STEPS, find
 from gonio.recipes.rule import ENDS, KEEP, Rule
 from gonio.surgery import Selector, Site, as_selector, init, parametrize, sites, swap
@@ -177,7 +188,8 @@ class Assignment:
 def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: str) -> list[Assignment]:
     """Assign to every rule its modules: per verb, each module goes to the first rule that selects it.
 
-    An UnmatchedRuleError names every rule that applies to no module, with its file (`origin`) and its line.
+    An UnmatchedRuleError names every rule that applies to no module, with its file (`origin`) and its line, and a
+    RecipeError every rule that its verb would refuse on a module.
     """
     require_model(model, origin)
     uses_ends = any(rule.where in ENDS for ordered in rules.values() for rule in ordered)
@@ -185,6 +197,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
     modules = {site.path: site.module for site in sites(model)}
     found: list[Assignment] = []
     unmatched: list[str] = []
+    refusals: list[str] = []
     for verb, ordered in rules.items():
         taken: dict[str, int] = {}
         for number, rule in enumerate(ordered, start=1):
@@ -199,21 +212,41 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
                 tensor, selector = str(dict(rule.options).get("tensor", "weight")), _selector(rule, ends)
                 left = left_out(model, selector, can_act=can_act, tensor=tensor)
                 assignment = replace(assignment, left={path: why for path, why in left.items() if path not in taken})
-                refused = [path for path in assignment.left if has_filters(modules[path], tensor)]
-                if refused:
+                stopped = [path for path in assignment.left if has_filters(modules[path], tensor)]
+                if stopped:
                     why = (
-                        f"cannot act on {listing(refused)}: {left[refused[0]]}. Exclude what it cannot act on by `keep`"
+                        f"cannot act on {listing(stopped)}: {left[stopped[0]]}. Exclude what it cannot act on by `keep`"
                     )
             if verb == "penalty" and mine and not rule.keeps:
                 assignment, why = _with_skipped(assignment, model)
             elif verb in _APPLICABLE and mine:
                 assignment, why = _with_left_out(assignment, model)
+            elif verb in ("init", "swap", "parametrize") and mine and not rule.keeps and not why:
+                refusals += _refused(assignment)
             unmatched += [f"{place} {why}"] if why else []
             taken.update({site.path: number for site in mine})
             found.append(assignment)
     if unmatched:
-        raise UnmatchedRuleError(origin, unmatched)
+        raise UnmatchedRuleError(origin, [*unmatched, *refusals])
+    if refusals:
+        raise RecipeError(origin, refusals)
     return found
+
+
+def _refused(assignment: Assignment) -> list[str]:
+    """Why its verb refuses a value of the rule, or the rule on a type of layers; raises what a layer's state provokes.
+
+    Raises:
+        GonioError: of the verb, where the layer and not the rule is the reason, as one that is parametrized before.
+    """
+    error = refusal(assignment.verb, assignment.rule, assignment.sites)
+    if isinstance(error, GonioError) and not isinstance(error, (InvalidArgumentError, UnknownNameError)):
+        error.add_note(f"in {assignment.place}")
+        raise error
+    if error is None:
+        return []
+    said = str(error) if isinstance(error, GonioError) else f"it fails: {first_line(error, kind=True)}"
+    return [f"{assignment.place}: {said}"]
 
 
 def plan(name: str, assignments: Sequence[Assignment], model: nn.Module, *, optimizer: Rule | None = None) -> Plan:

@@ -142,6 +142,7 @@ class Recipe:
 
         Raises:
             UnmatchedRuleError: if a rule applies to no layer, with the rule, the file and the line.
+            RecipeError: if a verb would refuse a rule, as :meth:`apply_` does.
         """
         return plan(self.name, self._assigned(model), model, optimizer=self.optimizer)
 

@@ -90,7 +90,7 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None, gains: 
             raise NotApplicableError("fold_", first.path, why, do, action="fold", kind=first.kind)
         edit.note_stays(stay)
         if not edit.changes and not stay:
-            refused = [f"{site.path} ({stay.get(site.path, 'nothing to fold')})" for site in chosen if site.owners]
+            refused = {site.path: stay.get(site.path, say("nothing to fold")) for site in chosen if site.owners}
             raise NoMatchError("fold_", asked_of(selector), [], refused=refused)
         allowed = {dtype: max(each, min(10 * eps, 0.05)) for dtype, each in SAME_OUTPUTS.items()}
         same.check_(edit, "fold", allowed, 0.05)

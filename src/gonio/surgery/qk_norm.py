@@ -127,8 +127,7 @@ def qk_norm(model: nn.Module, *, example: Any = None, eps: float = 1e-6) -> QKNo
         for path in _layers(found.attention):
             if path in at and isinstance(at[path].module, QKNormLinear):
                 raise AlreadyAppliedError("qk_norm", path, "a QKNormLinear")
-        refused = [f"{path or 'the model'} ({why})" for path, why in stays.items()]
-        raise NoMatchError("qk_norm", None, [], refused=refused)
+        raise NoMatchError("qk_norm", None, [], refused=stays)
     rows = {at[path].module: heads for path, heads in _layers(able).items()}
     return QKNorm(stays, rows, eps)
 

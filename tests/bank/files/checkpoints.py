@@ -339,6 +339,12 @@ CASES: dict[str, Case] = {
     "model_g by its key": Case("HiFi-GAN", saved({"model_g": {"state_dict": STATE}, "model_d": OTHER}, key="model_g")),
     "a student and a teacher": Case("DINO", saved({"student": prefixed("module."), "teacher": OTHER}, key="student")),
     "a key that is absent": Case(GAN, saved({"generator": STATE}, key="g", error="under the key 'g'.*'generator'")),
+    "network_weights and their optimizer": Case(
+        "nnU-Net", saved(lambda: {"network_weights": STATE, "optimizer_state": of_optimizer(), "current_epoch": 3,
+                                  "init_args": {"plans": {"patch_size": [8, 8]}}, "trainer_name": "nnUNetTrainer"})),
+    "a student, a teacher and an optimizer": Case(
+        "DINO", saved(lambda: {"student": prefixed("module."), "teacher": OTHER, "optimizer": of_optimizer()},
+                      error="--key student on the")),
     "params_ema": Case("BasicSR", saved({"params_ema": STATE})),
     "params and params_ema": Case("BasicSR", saved({"params": STATE, "params_ema": OTHER})),
     "TorchScript": Case("torch.jit.script", scripted),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.errors import ClaimError, InvalidArgumentError, UnknownNameError
 from gonio.lab import StudyPlan, TrainingConfig
 from gonio.lab.claims import (
     CHOICE_SEEDS,
@@ -61,6 +61,8 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
         (changed(direction="up"), "direction: .up., but expected"),
         (changed(measure="luck"), "there is no measure named 'luck'"),
         (changed(options={"least": 3}), "has the options none; found least"),
+        (changed(measure="trains", options={"least": True}), "'least' of the measure 'trains' is a number; found True"),
+        (changed(measure="loss_after", options={"epochs": 1.5}), "'epochs' .* is a valid integer; found 1.5"),
         (changed(not_tried="too large"), "has an experiment, quick or full, or says under not_tried"),
         ({k: v for k, v in VALID.items() if k != "quick"}, "has an experiment, quick or full, or says"),
         (quick(arms=[]), "needs arms with different names"),
@@ -76,7 +78,7 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
     ],
 )
 def test_mistakes_are_named(data: Any, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
+    with pytest.raises(ClaimError, match=message):
         read_claim(data, origin="demo")
 
 
@@ -102,12 +104,38 @@ def test_a_mistake_is_told_in_words_of_a_claim(data: Any, told: str) -> None:
     assert not any(word in str(caught.value) for word in ("Value error", "Input", "permitted"))
 
 
-@pytest.mark.parametrize("wrong", [{"depht": 3}, {"depth": "x"}])
-def test_an_argument_that_the_model_does_not_take_is_a_mistake_of_the_claim(wrong: dict[str, Any]) -> None:
-    claim = read_claim(changed(quick={"arms": ARMS, "model": {"name": "deep-mlp", **wrong}}), origin="demo")
-    with pytest.raises(
-        InvalidArgumentError, match=rf"the arm a of demo must build .* deep-mlp.*\({next(iter(wrong))}="
-    ):
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            {"depht": 3},
+            r"found TypeError: deep_mlp\(\) got an unexpected keyword argument 'depht' \(depht=3\)\. Correct",
+        ),
+        ({"depth": "x"}, r"deep_mlp\(depth=\) is a whole number from 1 to 1000; found 'x'"),
+        (
+            {"depth": -1},
+            r"deep_mlp\(depth=\) is a whole number from 1 to 1000; found -1\. Change it \(depth=-1\)\. Correct",
+        ),
+        ({"depth": 0}, r"from 1 to 1000; found 0\."),
+        ({"depth": 10**11}, r"from 1 to 1000; found 100000000000\."),
+        ({"depth": True}, r"from 1 to 1000; found True\."),
+        ({"width": -1}, r"deep_mlp\(width=\) is a whole number from 1 to 65536; found -1"),
+        ({"width": 0}, r"from 1 to 65536; found 0"),
+        ({"width": 60_000}, r"at most 100,000,000 parameters; found 32,40.,...,...\. Make it smaller"),
+        (
+            {"pixels": 3},
+            r"found RuntimeError: mat1 and mat2 shapes cannot be multiplied \(2x64 and 3x64\) \(pixels=3\)",
+        ),
+        ({"norm": 3}, r"deep_mlp\(norm=\) is a name; found 3"),
+        ({"norm": "bath"}, r"there is no norm named 'bath' \(did you mean batch\?\) \(norm='bath'\)\. Correct"),
+        ({"num_classes": 3}, r"the task decides the sizes; found num_classes"),
+        ({"name": "deep-mlpp"}, r"there is no model named 'deep-mlpp' \(did you mean deep-mlp, deep-cnn\?\)\. Correct"),
+        ({"name": "byte-transformer"}, r"byte-transformer; found RuntimeError: Expected tensor for argument"),
+    ],
+)
+def test_a_model_that_cannot_be_built_or_run_is_a_mistake_of_the_claim(model: dict[str, Any], told: str) -> None:
+    claim = read_claim(changed(quick={"arms": ARMS, "model": {"name": "deep-mlp", **model}}), origin="demo")
+    with pytest.raises(ClaimError, match=rf"the arm a of demo must build and run the model .*{told}"):
         plan_claim(claim)
 
 
@@ -122,13 +150,45 @@ def test_a_claim_chooses_everything_of_a_training() -> None:
     ("training", "message"),
     [
         ({"batch_size": 10**6}, "batch_size must be at most the 200 training examples of 'digits'"),
-        ({"warm_up": 3.0}, r"warm_up must be shorter than the 3 epochs; found 3\.0"),
+        ({"warm_up": 3.5}, r"warm_up must be shorter than the 3 epochs; found 3\.5"),
         ({"batch_size": 4, "accumulate": 4}, "accumulate needs two examples in each part; found 4 parts of 4"),
     ],
 )
 def test_an_arm_that_cannot_be_trained_is_refused_before_any_runs(training: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
+    with pytest.raises(ClaimError, match=f"the arm [ab] of demo must train as it says; found {message}"):
         plan_claim(read_claim(quick(training=training), origin="demo"))
+
+
+def test_a_task_that_does_not_exist_is_a_mistake_of_the_claim() -> None:
+    claim = read_claim(quick(task="digit"), origin="demo")
+    with pytest.raises(ClaimError, match=r"demo must name a task; found there is no task named 'digit' \(did you mean"):
+        plan_claim(claim)
+    with pytest.raises(UnknownNameError, match="no task named 'digit'"):
+        plan_claim(read_claim(VALID, origin="demo"), ClaimOptions(task="digit"))
+
+
+@pytest.mark.parametrize("part", [{"task": "net.py:make"}, {"model": {"name": "net.py:make"}}])
+def test_a_claim_cannot_name_code(part: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text("open('CANARY', 'w')\n", encoding="utf-8")
+    with pytest.raises(ClaimError, match=r"'net\.py:make' names code, which only --task and --model"):
+        plan_claim(read_claim(quick(**part), origin="demo"))
+    assert not Path("CANARY").exists()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"contrast": {"a|b": True, "c": -1}, "arms": [*ARMS, {"name": "c"}]},
+        {"arms": [{"name": "a"}, {"name": "b", "doses": [True, 2], "recipe": {}}]},
+        {"arms": [{"name": "a"}, {"name": "b", "training": {"lr": True}}]},
+        {"seeds": True},
+        {"tune": True},
+    ],
+)
+def test_true_is_no_number_of_a_claim(part: dict[str, Any]) -> None:
+    with pytest.raises(ClaimError, match=r"True is no number|True, but expected a valid"):
+        read_claim(quick(**part), origin="demo")
 
 
 def test_all_problems_are_in_one_error() -> None:

@@ -107,6 +107,28 @@ def test_every_claim_is_listed_and_explained() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ("depth: 1", "depth: -1", "deep_mlp(depth=) is a whole number from 1 to 1000; found -1."),
+        ("depth: 1", "depth: 0", "deep_mlp(depth=) is a whole number from 1 to 1000; found 0."),
+        ("width: 8", "width: 99999999", "deep_mlp(width=) is a whole number from 1 to 65536; found 99999999."),
+        ("sesoi: 0.01", "sesoi: x", "tiny.yaml must be a claim; found sesoi: 'x', but expected a valid number."),
+        ("name: deep-mlp", "name: net.py:make", "'net.py:make' names code, which only --task and --model"),
+        ("use: WeightNorm", "use: WeihtNorm", "did you mean WeightNorm"),
+    ],
+)
+def test_an_invalid_claim_is_refused_before_anything_runs(
+    claim: str, tmp_path: Path, before: str, after: str, told: str
+) -> None:
+    Path(claim).write_text(CLAIM.replace(before, after), encoding="utf-8")
+    found = invoke("reproduce", claim, "-o", str(tmp_path / "out"))
+    assert (found.exit_code, found.stdout) == (3, "")
+    assert told in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dry_run_trains_nothing_to_the_end(claim: str, tmp_path: Path) -> None:
     found = shell("reproduce", claim, "--dry-run", "-o", str(tmp_path / "out"))
     assert found.returncode == 0

@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError, closest
+from gonio.errors import ClaimError, GonioError, InvalidArgumentError, UnknownNameError, closest
 from gonio.escaping import shorten
 from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.running.measures import spec_of
 from gonio.messages import say
+from gonio.models.by_name import is_user_code
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes import Recipe
 from gonio.recipes.document import from_data, parse, read
@@ -274,6 +275,12 @@ class Claim(BaseModel):
         unknown = sorted(set(setting.contrast) - set(sides))
         if unknown:
             raise ValueError(f"the contrast names arms that do not exist: {', '.join(unknown)}")
+        for named in (setting.task, setting.model.get("name", "")):
+            if not isinstance(named, str):
+                raise ValueError(f"the name of a model is text, not {shorten(repr(named), longest=60)}")
+            if is_user_code(named):
+                code = shorten(repr(named), longest=60)
+                raise ValueError(f"{code} names code, which only --task and --model of the command line can")
         try:
             if setting.tune and spec_of(Measure(self.measure, self.options)).better is None:
                 raise ValueError(f"tune needs a measure that is a score; {self.measure} has no better side")
@@ -309,7 +316,7 @@ def load_claim(source: str | Path) -> Claim:
 
     Raises:
         UnknownNameError: no claim has this name; gives the closest names.
-        InvalidArgumentError: the file is not a claim; lists every problem.
+        ClaimError: the file is not a claim; lists every problem.
 
     Example:
         >>> claim = gonio.lab.claims.load_claim("som-spread")
@@ -337,7 +344,7 @@ def _load(path: Path) -> Claim:
     claim = read_claim(parse(read(path), origin=path.name).data, origin=path.name)
     if path.parent == _CATALOG and not claim.claim_zh:
         needs = f"{path.name} is a claim of the catalogue and must have a Chinese sentence"
-        raise InvalidArgumentError(needs, "no claim_zh", "Add it.")
+        raise ClaimError(needs, "no claim_zh", "Add it.")
     return claim
 
 
@@ -345,7 +352,7 @@ def read_claim(data: Any, *, origin: str) -> Claim:
     """A claim from plain data.
 
     Raises:
-        InvalidArgumentError: lists every problem.
+        ClaimError: lists every problem.
     """
     try:
         content = from_data(data, origin=origin).data
@@ -358,7 +365,7 @@ def read_claim(data: Any, *, origin: str) -> Claim:
             raise _invalid(error, origin) from error
         needs = f"{origin} must be a claim"
         do = "Give a grid series, levels and a recipe, and doses and a contrast numbers."
-        raise InvalidArgumentError(needs, f"{type(error).__name__}: {error}", do) from error
+        raise ClaimError(needs, f"{type(error).__name__}: {error}", do) from error
 
 
 def _keys_under(parent: str) -> list[str]:
@@ -374,9 +381,9 @@ def _keys_under(parent: str) -> list[str]:
     return list(shapes[parent].model_fields) if parent in shapes else []
 
 
-def _invalid(error: ValidationError, origin: str) -> InvalidArgumentError:
+def _invalid(error: ValidationError, origin: str) -> ClaimError:
     """One sentence with every problem."""
-    return InvalidArgumentError(f"{origin} must be a claim", "; ".join(map(_told, error.errors())), "Correct the file.")
+    return ClaimError(f"{origin} must be a claim", "; ".join(map(_told, error.errors())), "Correct the file.")
 
 
 def _told(row: Any) -> str:
@@ -409,7 +416,7 @@ def _expanded(setting: Any) -> Any:
     contrast: dict[str, Any] = {}
     for pattern, weight in setting.get("contrast", {}).items():
         matched = [name for name in names if any(fnmatchcase(name, each) for each in pattern.split("|"))]
-        share = weight / len(matched) if len(matched) > 1 else weight
+        share = _number(weight) / len(matched) if len(matched) > 1 else weight
         contrast |= dict.fromkeys(matched or [pattern], share)
     rest = {key: value for key, value in setting.items() if key not in ("arms", "grid", "contrast")}
     return {**rest, **({"arms": arms} if arms else {}), **({"contrast": contrast} if contrast else {})}
@@ -434,7 +441,7 @@ def _doses(arm: Any) -> list[Any]:
     name, rest = arm["name"], {key: value for key, value in arm.items() if key != "doses"}
     return [
         {
-            **_filled(rest, {"{dose}": dose}),
+            **_filled(rest, {"{dose}": _number(dose)}),
             "name": f"{name}-{dose:g}",
             "of": name,
             "series": name,
@@ -442,6 +449,13 @@ def _doses(arm: Any) -> list[Any]:
         }
         for dose in arm["doses"]
     ]
+
+
+def _number(value: Any) -> float:
+    """A number as it is; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r:.40} is no number")
+    return value
 
 
 def _filled(value: Any, names: Mapping[str, Any]) -> Any:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
-from gonio.errors import GonioError, InvalidArgumentError, StudyError, first_line
+from gonio.errors import (
+    ClaimError,
+    GonioError,
+    InvalidArgumentError,
+    MissingExtraError,
+    NotApplicableError,
+    StudyError,
+    UnreadableFileError,
+    first_line,
+)
 from gonio.escaping import write_text
 from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
 from gonio.lab.claims.fairness import Runs, controlled, trained
@@ -27,7 +39,9 @@ from gonio.lab.running.study import Study
 from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
+from gonio.lab.tasks.task import Task
 from gonio.messages import say
+from gonio.models import BUILT_IN
 from gonio.models.by_name import code_digests
 from gonio.recipes.document import parse, read
 from gonio.seeding import state_kept
@@ -42,6 +56,7 @@ _WHERE = {
 # A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
 # would not pass Holm over the catalogue.
 FULL_SEEDS = 12
+_MOST_WEIGHTS = 10**8  # of the model of a claim; with its optimizer they take 1.2 GB in each run
 CLAIM_FILE, CLAIM_SCHEMA = "claim.json", "gonio.claim/1"  # beside the study of a claim
 
 
@@ -73,8 +88,10 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     """The plan of a claim's study.
 
     Raises:
-        InvalidArgumentError: the claim is not tried, or an arm cannot be trained as it says; or another model is
-            chosen, and its arms differ in arguments of the claim's own model.
+        InvalidArgumentError: the claim is not tried; or another model is chosen, and its arms differ in arguments of
+            the claim's own model.
+        ClaimError: the claim's own task or model cannot be built, the model does not run on the task's inputs, or an
+            arm cannot be trained on them as the claim says.
         UnmatchedRuleError: a rule of a recipe matches no layer of the model.
 
     Example:
@@ -91,7 +108,9 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         )  # fmt: skip
     named = options.task or setting.task
     spec = f"{named}:{options.data or _WHERE[named]}" if named in _WHERE else named
-    task = resolve_task(spec)
+    own_task, own_model = options.task is None and named not in _WHERE, options.model is None  # --data is missing there
+    with _of_claim(say("the claim {claim} must name a task", claim=claim.name), "task", own=own_task):
+        task = resolve_task(spec)
     model = options.model or setting.model.get("name", task.model)
     own = max(setting.seeds, FULL_SEEDS) if options.full else setting.seeds
     judged_seeds = range(options.first_seed, options.first_seed + (own if options.seeds is None else options.seeds))
@@ -101,7 +120,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     plan = StudyPlan(
         task=spec,
         model=model,
-        recipes=tuple(_entry(arm, setting, own=options.model is None) for arm in arms),
+        recipes=tuple(_entry(arm, setting, own=own_model) for arm in arms),
         seeds=seeds_of([*(CHOICE_SEEDS if setting.dosed else ()), *judged_seeds]),
         training=setting.training.override(task.training),
         metric=claim.measure,
@@ -121,33 +140,59 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         measure=measure,
         metrics={task.metric.name: task.metric.unit} if trained(measured) else {},
     )
-    for entry in plan.recipes:
-        check_training(plan.training_of(entry), task, device=options.device)
+    told = {"claim": claim.name, "model": model}
     with state_kept():
         for arm, entry in zip(arms, plan.recipes, strict=True):  # a rule without a layer is an error now
-            arm.built_recipe.plan(_built(claim, plan, entry, task.sizes))
+            asked = say("the arm {arm} of {claim} must train as it says", arm=arm.name, claim=claim.name)
+            with _of_claim(asked, "training", own=options.task is None):
+                check_training(plan.training_of(entry), task, device=options.device)
+            asked = say("the arm {arm} of {claim} must build and run the model {model}", arm=arm.name, **told)
+            with _of_claim(asked, "model", own=own_model, given=entry.setting.get("model", {})):
+                built = _built(plan, entry, task, own=own_model)
+            arm.built_recipe.plan(built)
     return plan
 
 
-def _built(claim: Claim, plan: StudyPlan, entry: RecipeEntry, sizes: Mapping[str, int]) -> nn.Module:
-    """The model of an arm; what the claim's arguments provoke in it becomes an error of the claim."""
-    given = entry.setting.get("model") or {}
+def _built(plan: StudyPlan, entry: RecipeEntry, task: Task, *, own: bool) -> nn.Module:
+    """The model of an arm; the claim's own must be of a size that can be trained, and run on the task's inputs."""
+    if not own:
+        return plan.fresh_model(entry, task.sizes)
+    decided = sorted(set(entry.setting.get("model", {})) & set(task.sizes))
+    if decided:
+        raise InvalidArgumentError("the task decides the sizes", ", ".join(decided), "Leave them out.")
+    if plan.model in BUILT_IN:
+        with torch.device("meta"):
+            count = sum(weight.numel() for weight in plan.fresh_model(entry, task.sizes).parameters())
+        if count > _MOST_WEIGHTS:
+            most = f"a model has at most {_MOST_WEIGHTS:,} parameters"
+            raise InvalidArgumentError(most, f"{count:,}", "Make it smaller.")
+    model = plan.fresh_model(entry, task.sizes).eval()
+    inputs, targets = task.train.take(range(2))
+    with torch.no_grad():
+        task.loss(task.outputs(model, inputs), targets)
+    return model.train()
+
+
+@contextmanager
+def _of_claim(asked: str, part: str, *, own: bool, given: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Inside, whatever the task or the model that a claim names provokes becomes an error of the claim.
+
+    Args:
+        part: the key of the claim that names it. own: whether the claim does, and not the command.
+    """
     try:
-        return plan.fresh_model(entry, sizes)
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        if not given or isinstance(error, GonioError):
+        yield
+    except (MissingExtraError, NotApplicableError, UnreadableFileError, OSError):  # of this machine
+        raise
+    except Exception as error:
+        if not own:
             raise
-        named = ", ".join(f"{name}={value!r:.40}" for name, value in given.items())
-        raise InvalidArgumentError(
-            say(
-                "the arm {arm} of {claim} must build the model {model}",
-                arm=entry.name,
-                claim=claim.name,
-                model=plan.model,
-            ),
-            f"{first_line(error, kind=True)} ({named})",
-            "Correct `model` in the claim.",
-        ) from error
+        named = ", ".join(f"{name}={value!r:.40}" for name, value in (given or {}).items())
+        found = str(error) if isinstance(error, GonioError) else first_line(error, kind=True)
+        found, _, hint = found.rstrip(".").partition(" Did you mean ")
+        found = f"{found.rstrip('.')} (did you mean {hint})" if hint else found
+        do = say("Correct `{part}` in the claim.", part=part)
+        raise ClaimError(asked, f"{found}{f' ({named})' if named else ''}", do) from error
 
 
 def command_of(names: Sequence[str], options: ClaimOptions, others: Mapping[str, object] | None = None) -> str:

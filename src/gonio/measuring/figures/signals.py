@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from gonio.editing.twin import evaluating, set_tensors_
 from gonio.editing.where import is_sharded
+from gonio.errors import first_line
 from gonio.execution import derivatives, several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
@@ -355,7 +356,7 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
             for layer, gradient in hooks.found.items():
                 gradient.trains = any(id(p) in learn for p in layer.parameters())
     except RuntimeError as error:  # no derivative, or an operation in place that autograd cannot follow
-        return {}, str(error).split("\n")[0]
+        return {}, say("derivatives cannot be computed: {error}", error=first_line(error, 80))
     return hooks.found, ""
 
 

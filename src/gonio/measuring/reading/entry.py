@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gonio.errors import first_line
 from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
 from gonio.messages import Message, are, counted, fixed, say
@@ -220,7 +221,8 @@ def _dequantized(tensor: Tensor) -> Numbers:
     try:
         plain = tensor.dequantize()
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        return Numbers(None, f"quantised ({type(tensor).__name__}), and cannot be dequantised here: {error}")
+        said = first_line(error, 100)
+        return Numbers(None, f"quantised ({type(tensor).__name__}), and cannot be dequantised here: {said}")
     kind = _named(tensor.dtype) if tensor.is_quantized else type(tensor).__name__  # whose dtype is that of its values
     return Numbers(plain.detach(), notes=(f"dequantised from {kind}",))
 

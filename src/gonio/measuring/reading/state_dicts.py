@@ -1,7 +1,12 @@
-"""State dicts, in memory and inside of what trainers save: found by the keys that trainers use, never guessed."""
+"""State dicts, in memory and inside of what trainers save: found by the keys that trainers use, or by an optimizer.
+
+Under other keys a state dict is that of the model only if it is the one mapping of named tensors, and the parameters of
+the optimizer beside it have the shapes of its tensors. Nothing is guessed from a name.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +18,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.measuring.reading.optimizers import OptimizerContents
+from gonio.measuring.reading.optimizers import FORM, OptimizerContents, in_memory, optimizers_in, shape_of
 from gonio.messages import Message, counted, say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
@@ -144,6 +149,7 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         beside = [*found.beside, *(other for other in holders(content) if other != key.partition(".")[0])]
         return Found(found.state, f"{key}.{found.key}".rstrip("."), tuple(beside))
     places = list(_places(content, "", _DEPTH)) if isinstance(content, Mapping) else []
+    places = places or _trained(content)
     if not places:
         raise _no_state(content, what)
     at, state = min(places, key=lambda place: place[0].count("."))  # the first of the least deep
@@ -161,12 +167,42 @@ def _no_state(content: Any, what: str) -> InvalidArgumentError:
     if isinstance(content, Mapping):
         held = f"a mapping with the keys [{shorten_list(content, repr)}]"
         if places := list(holders(content)):
-            named = [str(key) for key, value in content.items() if isinstance(value, Mapping) and _holds_tensors(value)]
+            named = [_without_known(at.removeprefix(".")) for at, _ in by_form(content)]
             do = "Pass them with their names, as a mapping: a list has none."
             if named:
                 do = f"Name the one to measure (--key {named[0]} on the command line), or pass it alone."
             do += f" Tensors are under: {shorten_list(places, repr)}."
     return InvalidArgumentError(f"measure() looks for named tensors in {what}", held, do)
+
+
+def _without_known(place: str) -> str:
+    """A place as short as it can be named: known keys at its end are found under the rest."""
+    *above, last = place.split(".")
+    return _without_known(".".join(above)) if above and last in _KEYS else place
+
+
+def _trained(content: Any) -> list[tuple[str, Mapping[Any, Any]]]:
+    """The one (place, state dict) under keys that are not known, if every optimizer beside it is of its tensors."""
+    found = list(by_form(content))
+    if len(found) != 1:
+        return []
+    there = Counter(tuple(value.shape) for value in found[0][1].values() if isinstance(value, Tensor))
+    shapes = [[shape_of(one) for one in raw.state.values()] for raw in optimizers_in(content, in_memory)]
+    trained = [Counter(shape for shape in each if shape is not None) for each in shapes]
+    fits = all(wanted <= there and any(len(shape) > 1 for shape in wanted) for wanted in trained)
+    return found if trained and fits else []
+
+
+def by_form(content: Any, at: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """(place, mapping) for every mapping of named tensors, matrices among them, that is no state of an optimizer."""
+    if not isinstance(content, Mapping) or content.keys() >= FORM:
+        return
+    if at and _matrices(content) and all(isinstance(key, str) for key in content):
+        yield at, content
+    elif depth:
+        for key, value in content.items():
+            if isinstance(key, str) and "." not in key:
+                yield from by_form(value, f"{at}.{key}", depth - 1)
 
 
 def _places(content: Mapping[Any, Any], at: str, depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:

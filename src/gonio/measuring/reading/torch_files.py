@@ -20,7 +20,7 @@ from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entr
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Found, Opened, open_state, state_in
+from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in
 from gonio.messages import say
 
 SUFFIXES = TORCH
@@ -66,6 +66,10 @@ def open_torch(path: Path, key: str = "") -> Opened:
         found = state_in(mapped.content, what=repr(path.name), key=key)
     except InvalidArgumentError as error:
         raw = [] if key else optimizers_in(mapped.content, mapped.stored)
+        arrays = any(name.startswith("numpy.") for name in _classes_in(mapped.content))
+        if arrays and not any(by_form(mapped.content)):
+            do = "Save them as tensors, each by torch.from_numpy(array)."
+            raise UnreadableFileError(str(path), "its weights are arrays of numpy, which are not read", do) from error
         if not raw:
             raise
         return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
@@ -94,8 +98,11 @@ def load_torch(path: Path) -> Any:
     return content
 
 
-def state_of_torch(path: Path) -> tuple[Found, Any]:
+def state_of_torch(path: Path, key: str = "") -> tuple[Found, Any]:
     """The state dict of a torch checkpoint, to be loaded into a model, and the content of the file.
+
+    Args:
+        key: its place, where there are several.
 
     Raises:
         UnreadableFileError: as :func:`load_torch`, for keys that are not text, and for a tensor with more entries
@@ -103,7 +110,7 @@ def state_of_torch(path: Path) -> tuple[Found, Any]:
         InvalidArgumentError: if it holds no named tensors.
     """
     content = load_torch(path)
-    found = state_in(content, what=repr(path.name))
+    found = state_in(content, what=repr(path.name), key=key)
     try:
         for name, value in found.state.items():
             if not isinstance(name, str):

@@ -41,8 +41,7 @@ class AttentionFigures:
         self._found = anatomy(model, example=example)
         observers, self.left = observers_of(self._found, self._modules, training=True)
         if not observers:
-            refused = [f"{path or 'the model'} ({why})" for path, why in self.left.items()]
-            raise NoMatchError("Tracker", "also='attention'", [], refused=refused)
+            raise NoMatchError("Tracker", "also='attention'", [], refused=self.left)
         self._observers: Sequence[LogitStatistics] = ()
         self._ends: list[Callable[[], None]] = []
 

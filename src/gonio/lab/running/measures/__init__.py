@@ -12,13 +12,15 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.tasks.task import Task
+from gonio.messages import say
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def spec_of(named: Measure) -> MeasureSpec:
 
     Raises:
         UnknownNameError: there is no such measure.
-        InvalidArgumentError: it has no such option.
+        InvalidArgumentError: it has no such option, or the option takes another type.
     """
     registered = measures()
     if named.name not in registered:
@@ -119,4 +121,14 @@ def spec_of(named: Measure) -> MeasureSpec:
     if unknown:
         has = f"the measure {named.name!r} has the options {', '.join(known) or 'none'}"
         raise InvalidArgumentError(has, ", ".join(unknown), "Leave it out, or choose one of these.")
+    hints = get_type_hints(spec.function) if named.options else {}
+    for name, value in named.options.items():
+        try:
+            TypeAdapter(hints[name], config=ConfigDict(strict=True)).validate_python(value)
+        except ValidationError as error:
+            takes = error.errors()[0]["msg"].removeprefix("Input should be ").replace("valid number", "number")
+            asked = say(
+                "the option {option!r} of the measure {name!r} is {takes}", option=name, name=named.name, takes=takes
+            )
+            raise InvalidArgumentError(asked, f"{value!r:.80}", "Correct it.") from error
     return spec
