@@ -25,7 +25,15 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import dtype_named, header_of, is_blown_up, numbers_of, stored_entries
+from gonio.measuring.reading.entry import (
+    StoredTensor,
+    dtype_named,
+    header_of,
+    is_blown_up,
+    numbers_of,
+    stored_entries,
+)
+from gonio.measuring.reading.formats import ENDINGS, stored_weights
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps, texts_of
@@ -40,6 +48,8 @@ LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
 _DEPTH = 32  # levels of containers in a checkpoint
 
+CODES = "codes"
+
 Read = Callable[[int, Any], None]
 Content = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -50,7 +60,8 @@ class Place:
 
     Attributes:
         open: a context with a function that fills an array from the given byte of the tensor on.
-        values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised.
+        values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised; :data:`CODES` of
+            packed codes that are stored as floats.
         beside: whether it is not of the model. `reason`: why it cannot be read. `state`: whether it is an optimizer's.
     """
 
@@ -130,6 +141,33 @@ def vectors_of(found: Inventory) -> dict[str, tuple[tuple[int, ...], Callable[[]
     """The model's vectors that can be read: shape and a function that reads it, by name."""
     own = (place for place in found.places if len(place.shape) == 1 and not place.beside and not place.reason)
     return {place.name: (place.shape, partial(_values, place)) for place in own}
+
+
+def with_codes(places: Sequence[Place]) -> tuple[Place, ...]:
+    """The places, with those of floats that are packed codes: their weight has another number of entries.
+
+    bitsandbytes packs 4-bit codes into the dtype of the other weights (`bnb_4bit_quant_storage`), so that FSDP can
+    join them; as floats, such bits may be NaN.
+    """
+    own = {place.name: place for place in places if not (place.beside or place.reason)}
+    suspects = [name for name in own if name.endswith(ENDINGS)]
+    stored = {
+        name: StoredTensor(place.shape, place.dtype, partial(_stored, place)) for name, place in own.items() if suspects
+    }
+    codes = set()
+    for weight in stored_weights(suspects, stored, {}):
+        first = stored[weight.parts[0]]
+        dtype = dtype_named(first.dtype)
+        floats = dtype is not None and dtype.is_floating_point
+        if floats and weight.stored is not None and weight.stored.entries != first.entries:
+            codes.add(weight.parts[0])
+    return tuple(replace(one, values=CODES) if one.name in codes and not one.beside else one for one in places)
+
+
+def _stored(place: Place) -> Tensor:
+    """The values of a place as a reader of formats loads them."""
+    values = _values(place)
+    return torch.zeros(place.shape) if values is None else values.reshape(place.shape)
 
 
 def _values(place: Place) -> Tensor | None:
