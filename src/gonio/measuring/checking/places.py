@@ -38,7 +38,7 @@ from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
-from gonio.measuring.reading.source import absent, files_in, open_file
+from gonio.measuring.reading.source import absent, files_in, left_out, open_file
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, holders, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero
@@ -102,16 +102,16 @@ def inventory(source: object) -> Inventory:
         raise InvalidArgumentError("check() takes a path or a state dict", found_type, "Pass model.state_dict().")
     path = Path(source)
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    notes = [f"not read: {listing([plain(file.name) for file in others], limit=4)}"] if others else []
     if len(files) > 1:
         found = _of_parts(files)
     elif not (files[0].is_file() or files[0].is_dir()):
         raise absent(files[0])
     else:
         found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
-    if path.is_dir() and files[0] != path:
-        found = _with_optimizers(found, path, files)
-    return replace(found, notes=(*found.notes, *notes))
+    if not path.is_dir() or files[0] == path:
+        return found
+    found = _with_optimizers(found, path, files)
+    return replace(found, notes=(*found.notes, *left_out(path, [file for file in others if file not in found.files])))
 
 
 def _with_optimizers(found: Inventory, folder: Path, model: list[Path]) -> Inventory:

@@ -17,7 +17,7 @@ from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
-from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
+from gonio.measuring.reading.optimizers import Raw, fitted, no_states, optimizers_in
 from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Found, Opened, open_state, state_in
@@ -26,6 +26,11 @@ from gonio.messages import say
 SUFFIXES = TORCH
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
 _OTHER = re.compile(r"it holds an object of ([\w.]{1,200})")  # of the reader of pickles here
+_SUBCLASSES = (
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch._tensor._rebuild_from_type_v2",
+)  # by which torch makes them
+_PARTS_OF_A_PROCESS = "must be imported to load DTensors"  # in errors of torch's reader
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
 
@@ -69,12 +74,13 @@ def open_torch(path: Path, key: str = "") -> Opened:
         if not raw:
             raise
         return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
+    raw = optimizers_in(mapped.content, mapped.stored)
+    found = replace(found, beside=no_states(found.beside, raw))
     at = tuple(found.key.split(".")) if found.key else ()
     opened = open_state(found, lambda name: mapped.read((*at, name)))
     if classes := sorted(_classes_in(mapped.content)):
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
-    raw = optimizers_in(mapped.content, mapped.stored)
     return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened
 
 
@@ -218,6 +224,14 @@ def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
     said = (known or lines or [type(error).__name__])[0]
     do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
     held = _OTHER.search(str(other)) or (_CLASS.search(str(error)) if other is error else None)
+    if _PARTS_OF_A_PROCESS in str(error):
+        return (
+            say("it holds of each tensor the part that one process had (DTensor)"),
+            say("Save them together by torch.distributed.checkpoint, or the full_tensor() of each."),
+        )
+    if held and held[1] in _SUBCLASSES:
+        do = say("Code in a file is never run here: save plain tensors, such as the dequantize() of each.")
+        return say("it holds more than tensors and plain containers: tensors of a subclass"), do
     if held:
         return f"it holds more than tensors and plain containers: an object of {held[1]}", do
     if other is not error:
