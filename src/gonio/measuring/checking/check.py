@@ -262,8 +262,8 @@ def check(
     contents = _contents(held)
     if describe is not None:
         describe(contents)
-    packed = (place for place in held.places if place.values == CODES or dtype_named(place.dtype) in INTEGERS)
-    integers = sum(not place.reason for place in packed)
+    kinds = [place.values or place.dtype for place in held.places if not place.reason]
+    integers = sum(kind == CODES or dtype_named(kind) in INTEGERS for kind in kinds)
     tensors_ = counted(integers, "tensor")
     said = say("checked as integers (packed weights, indices, counters): {tensors}", tensors=tensors_)
     notes = (*held.notes, said) if integers else held.notes
