@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -57,6 +59,7 @@ def test_states_that_are_read_are_not_told_as_left_out(tmp_path: Path) -> None:
     for source in (content, tmp_path / "last.ckpt"):
         notes = gonio.measure(source).notes
         assert [note for note in notes if "not read" in note] == ["not read: averages, of the same checkpoint"]
+        assert "the state of an optimizer, not weights: optimizer_states" in notes
 
 
 def test_an_adapter_that_is_not_computed_is_no_other_architecture(tmp_path: Path) -> None:
@@ -88,3 +91,12 @@ def test_a_subclass_in_a_file_of_torch_is_no_state_dict_that_was_not_saved(tmp_p
     said = r"plain containers: tensors of a subclass\. .* save plain tensors, such as the dequantize\(\) of each"
     with pytest.raises(UnreadableFileError, match=said):
         gonio.check(tmp_path / "model.pt")
+
+
+def test_a_pickle_of_another_program_is_refused_without_the_advice_to_run_it(tmp_path: Path) -> None:
+    """PaddlePaddle pickles arrays by protocol 4; torch's error advises `weights_only=False` first."""
+    (tmp_path / "paddle.pt").write_bytes(pickle.dumps({"w": numpy.ones((3, 4))}, protocol=4))
+    said = r"containers \(WeightsUnpickler error: [^\n]{1,200}\)\. Code in a file is never run here"
+    with pytest.raises(UnreadableFileError, match=said) as refused:
+        gonio.check(tmp_path / "paddle.pt")
+    assert "weights_only" not in str(refused.value)

@@ -59,7 +59,7 @@ from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, no_states, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
-from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
+from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in, with_states
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero, open_zero
 from gonio.messages import Message, joined, say
@@ -327,7 +327,9 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _
             held = state_in(source, what="the mapping")
         except InvalidArgumentError as error:
             return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True)), _Beside()
-        opened = open_state(replace(held, beside=no_states(held.beside, raw)))
+        left = no_states(held.beside, raw)
+        opened = open_state(replace(held, beside=left))
+        opened = with_states(opened, [place for place in held.beside if place not in left])
         return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened, _Beside()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 import zipfile
 from collections.abc import Collection
 from dataclasses import replace
@@ -20,7 +21,7 @@ from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entr
 from gonio.measuring.reading.optimizers import Raw, fitted, no_states, optimizers_in
 from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Found, Opened, open_state, state_in
+from gonio.measuring.reading.state_dicts import Found, Opened, open_state, state_in, with_states
 from gonio.messages import say
 
 SUFFIXES = TORCH
@@ -75,9 +76,10 @@ def open_torch(path: Path, key: str = "") -> Opened:
             raise
         return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
     raw = optimizers_in(mapped.content, mapped.stored)
-    found = replace(found, beside=no_states(found.beside, raw))
+    left = no_states(found.beside, raw)
+    states, found = [place for place in found.beside if place not in left], replace(found, beside=left)
     at = tuple(found.key.split(".")) if found.key else ()
-    opened = open_state(found, lambda name: mapped.read((*at, name)))
+    opened = with_states(open_state(found, lambda name: mapped.read((*at, name))), states)
     if classes := sorted(_classes_in(mapped.content)):
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
@@ -159,7 +161,9 @@ def optimizer_files(folder: Path, model: Collection[Path]) -> tuple[dict[Path, l
 
 def _unpickled(path: Path, *, mapped: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # of another program: refused below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle provokes almost any of them
         other = error
         if _CLASS.search(str(error)) and zipfile.is_zipfile(path):
@@ -220,7 +224,9 @@ def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
     if not start.startswith((b"PK", b"\x80")):
         return f"it is damaged or no checkpoint of torch: it begins with {start!r}", "Save model.state_dict()."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    known = [line for line in lines if line.startswith("WeightsUnpickler error")]
+    # the text after the colon may follow on a line of its own, and before it torch advises to run the file's code
+    _, known_error, told = " ".join(lines).partition("WeightsUnpickler error: ")
+    known = [f"{known_error}{told.partition(' Check the documentation')[0].strip()}"] if known_error else []
     said = (known or lines or [type(error).__name__])[0]
     do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
     held = _OTHER.search(str(other)) or (_CLASS.search(str(error)) if other is error else None)
