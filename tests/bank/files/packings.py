@@ -77,6 +77,16 @@ def in_int32(codes: np.ndarray, bits: int, order: list[int] | None = None) -> Te
     return torch.tensor(words.view(np.int32))
 
 
+def without_gaps(codes: np.ndarray, bits: int) -> Tensor:
+    """Codes of the last axis one after the other, the lowest bits first; the last number is filled up with zeros.
+
+    As compressed-tensors 0.20 packs them; a code may lie in two numbers.
+    """
+    single = ((codes[..., None] >> np.arange(bits)) & 1).reshape(len(codes), -1).astype(np.uint8)
+    filled = np.pad(single, ((0, 0), (0, -single.shape[1] % 32)))
+    return torch.tensor(np.packbits(filled, axis=1, bitorder="little").view(np.int32))
+
+
 def in_three_bits(codes: np.ndarray) -> Tensor:
     """32 codes of the last axis in three numbers, as GPTQ packs them: the eleventh and the 22nd lie in two."""
     shape = (*codes.shape[:-1], 3 * codes.shape[-1] // 32)
@@ -212,15 +222,13 @@ def packed_integers(
     zeros = np.zeros((ROWS, groups), int) if symmetric else RNG.integers(-half, half, (ROWS, groups))
     group = np.arange(columns) // (columns // groups)
     group = RNG.permutation(group) if order else group
-    per = 32 // bits
-    wide = np.pad(codes + half, ((0, 0), (0, -columns % per)))
     state = {
-        "w.weight_packed": in_int32(wide, bits),
+        "w.weight_packed": without_gaps(codes + half, bits),
         "w.weight_scale": torch.tensor(scales),
         "w.weight_shape": torch.tensor([ROWS, columns]),
     }
     if not symmetric:
-        state["w.weight_zero_point"] = in_int32((zeros + half).T.copy(), bits).mT.contiguous()
+        state["w.weight_zero_point"] = without_gaps((zeros + half).T, bits).mT.contiguous()
     if order:
         state["w.weight_g_idx"] = torch.tensor(group, dtype=torch.int32)
     values = (codes - zeros[:, group]) * scales[:, group]

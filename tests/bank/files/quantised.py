@@ -136,6 +136,54 @@ def alone(folder: Path) -> File:
     return File(source=stored(folder, {"l.weight": codes}), weights={"l.weight": codes.double()}, fresh=False)
 
 
+# --- tensor subclasses, whose parts are stored --------------------------------------------------------------------
+
+
+def parts_of_torchao(shape: tuple[int, int], zeros: torch.dtype | None, said: str = "", **config: Any) -> Any:
+    """As torchao 0.18 writes `Int8Tensor`, `IntxUnpackedToInt8Tensor` and `Float8Tensor` into safetensors.
+
+    Args:
+        zeros: the dtype of zero points; none for 8-bit floats.
+    """
+
+    def file(folder: Path) -> File:
+        scale = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+        codes = (2 * normal(32, 192)).clamp(-8, 7).round() if zeros else 30 * normal(32, 192)
+        codes = codes.to(torch.int8 if zeros else torch.float8_e4m3fn)
+        state = {"l._weight_qdata": codes, "l._weight_scale": scale, "l.bias": torch.zeros(32)}
+        shift = torch.arange(scale.numel()).reshape(shape) % 3
+        if zeros:
+            state["l._weight_zero_point"] = shift.to(zeros)
+        source = stored(folder, state, {"quantization_config": config})
+        if said:
+            return File(source=source, refused={"l._weight_qdata": said}, fresh=False)
+        spread = [part.double().repeat_interleave(192 // shape[1], 1) for part in (scale, shift)]
+        weight = (codes.double() - spread[1] * bool(zeros)) * spread[0]
+        return File(source=source, weights={"l.weight": weight}, fresh=False)
+
+    return file
+
+
+def parts_of_quanto(dtype: torch.dtype) -> Callable[[Path], File]:
+    """As optimum-quanto 0.2.7 writes a weight of 8 bits, in `state_dict()`."""
+
+    def file(folder: Path) -> File:
+        codes, scale = (30 * normal(32, 64)).clamp(-127, 127).to(dtype), torch.rand(32, 1) + 0.5
+        state = {"l.weight._data": codes, "l.weight._scale": scale, "l.bias": torch.zeros(32)}
+        state |= {"l.input_scale": torch.tensor(1.0), "l.output_scale": torch.tensor(1.0)}
+        return File(source=stored(folder, state), weights={"l.weight": codes.double() * scale.double()}, fresh=False)
+
+    return file
+
+
+def seven_in_words_of_four(folder: Path) -> File:
+    """Codes of 7 bits, four to a word, which have the shape of 8 bits."""
+    state, _, _ = pack.packed_integers(8, 1)
+    about = pack.compressed(num_bits=7, type="int", symmetric=True, strategy="channel")
+    source = stored(folder, state, {"quantization_config": about})
+    return File(source=source, refused={"w.weight_packed": SAID}, fresh=False)
+
+
 # --- MLX --------------------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +237,7 @@ def recurrent(folder: Path) -> File:
 int32, uint8 = torch.ones(8, 16, dtype=torch.int32), torch.ones(16, 8, dtype=torch.uint8)
 SAID = "packed or quantised weights, whose scale is not known here"
 NOT_READ = "not called a weight"
-MLX = "MLX"
+MLX, AO = "MLX", "torchao"
 BNB, GPTQ, AWQ, CT, OPT, FP8 = "bitsandbytes", "GPTQ", "AWQ", "compressed-tensors", "modelopt", "8-bit floats"
 
 CASES: dict[str, Case] = {
@@ -266,6 +314,13 @@ CASES: dict[str, Case] = {
     "packed integers of 4 bits": Case(CT, packed(lambda: pack.packed_integers(4, 4))),
     "packed integers of 8 bits": Case(CT, packed(lambda: pack.packed_integers(8, 1))),
     "packed integers of 2 bits": Case(CT, packed(lambda: pack.packed_integers(2, 2))),
+    "packed integers of 3 bits": Case(CT, packed(lambda: pack.packed_integers(3, 4))),
+    "packed integers of 5 bits": Case(CT, packed(lambda: pack.packed_integers(5, 1, columns=60))),
+    "packed integers of 6 bits with zero points": Case(
+        CT, packed(lambda: pack.packed_integers(6, 4, symmetric=False))
+    ),
+    "packed integers of 7 bits": Case(CT, packed(lambda: pack.packed_integers(7, 2))),
+    "packed integers of other bits than stated": Case(CT, seven_in_words_of_four),
     "packed integers with zero points": Case(CT, packed(lambda: pack.packed_integers(4, 4, symmetric=False))),
     "packed integers with an order of groups": Case(CT, packed(lambda: pack.packed_integers(4, 4, order=True))),
     "packed integers of a width with a rest": Case(CT, packed(lambda: pack.packed_integers(4, 1, columns=60))),
@@ -325,6 +380,14 @@ CASES: dict[str, Case] = {
     "MXFP8": Case("OCP microscaling", mxfp8, float8=True),
     "float8 of experts, a vector of scales": Case(FP8, experts((3,)), float8=True),
     "float8 of experts, a scale each": Case(FP8, experts((3, 1, 1)), float8=True),
+    "torchao's int8": Case(AO, parts_of_torchao((32, 1), torch.int8, quant_method="torchao")),
+    "torchao's int4 in int8, groups": Case(AO, parts_of_torchao((32, 2), torch.int8)),
+    "torchao's float8": Case(AO, parts_of_torchao((32, 1), None, quant_method="torchao"), float8=True),
+    "torchao's int8 and zero points of floats": Case(
+        AO, parts_of_torchao((32, 2), torch.bfloat16, said="how l._weight_zero_point shifts it is not known")
+    ),
+    "quanto's int8": Case("quanto", parts_of_quanto(torch.int8)),
+    "quanto's float8": Case("quanto", parts_of_quanto(torch.float8_e4m3fn), float8=True),
     "int8 of compressed-tensors": Case(CT, int8_rows("l.weight_scale", (32, 1))),
     "int8, a vector of scales": Case("SmoothQuant", int8_rows("l.weight_scale", (32,))),
     "HQQ": Case("HQQ", refused({"w.W_q": uint8, "w.scale": torch.ones(64, 1), "w.zero": torch.ones(64, 1)},

@@ -103,7 +103,8 @@ def _check_rows(file: File, found: Measurements) -> None:
 
 def _unmatched(file: File, found: Measurements, rows: set[str]) -> list[str]:
     """The tensors without a row. A weight of several tensors has the row of its first one, under its own name."""
-    unread = next((note for note in found.notes if note.startswith("not read: ")), "")
+    told = ("not read: ", "the state of an optimizer, not weights: ")
+    unread = "; ".join(note for note in found.notes if note.startswith(told))
     key = next((m[1] for note in found.notes if (m := re.match(r"read from '(.+)' of the checkpoint", note))), "")
     names = {place: place.removeprefix(f"{key}.") for place in tensors_of(file.source)}
     beside = {p for p, name in names.items() if key and p == name and (p.split(".")[0] in unread or " more" in unread)}

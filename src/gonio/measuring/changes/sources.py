@@ -81,11 +81,13 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         for owned in (key for key in base if key.rpartition(".")[0] == path):
             made[owned] = base[owned].unknown(f"changed by {name}, which is not read")
     if not made.keys() & base.keys():
-        said = "".join(f" ({note})" for note in found.notes[-1:])
+        said = "".join(f" ({note})" for note in ([found.refusal] if found.refusal else found.notes[-1:]))
         raise InvalidArgumentError(
             "difference() matches tensors by name",
             f"no name in common: {shorten_list(base)} before, {shorten_list(made)} after{said}",
-            "They look like two architectures; if they are one, rename the keys of one of them.",
+            say("Merge the adapter into its base by the library that made it, and compare the merged model.")
+            if found.refusal
+            else "They look like two architectures; if they are one, rename the keys of one of them.",
         )
     moved = sum(old != new for old, new in names.items())
     notes = (f"{counted(moved, 'name')} matched across prefixes",) if moved else ()

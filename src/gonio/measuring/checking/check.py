@@ -19,7 +19,7 @@ from rich.text import Text
 
 from gonio.errors import GonioWarning, InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
 from gonio.escaping import html_table, json_data, plain, redact
-from gonio.measuring.checking.places import Content, Inventory, Problem, inventory, vectors_of
+from gonio.measuring.checking.places import CODES, Content, Inventory, Problem, inventory, vectors_of, with_codes
 from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.figures.moments import StateMeasurement
@@ -258,10 +258,12 @@ def check(
         raise InvalidArgumentError("check(jobs=) takes a number of threads", f"{jobs}", "Pass 1 or more.")
     known = None if against is None else _fingerprints(against)
     held = inventory(source)
+    held = replace(held, places=with_codes(held.places))
     contents = _contents(held)
     if describe is not None:
         describe(contents)
-    integers = sum(dtype_named(place.dtype) in INTEGERS and not place.reason for place in held.places)
+    kinds = [place.values or place.dtype for place in held.places if not place.reason]
+    integers = sum(kind == CODES or dtype_named(kind) in INTEGERS for kind in kinds)
     tensors_ = counted(integers, "tensor")
     said = say("checked as integers (packed weights, indices, counters): {tensors}", tensors=tensors_)
     notes = (*held.notes, said) if integers else held.notes

@@ -25,12 +25,20 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import dtype_named, header_of, is_blown_up, numbers_of, stored_entries
+from gonio.measuring.reading.entry import (
+    StoredTensor,
+    dtype_named,
+    header_of,
+    is_blown_up,
+    numbers_of,
+    stored_entries,
+)
+from gonio.measuring.reading.formats import ENDINGS, stored_weights
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
-from gonio.measuring.reading.source import absent, files_in, open_file
+from gonio.measuring.reading.source import absent, files_in, left_out, open_file
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, holders, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero
@@ -39,6 +47,8 @@ from gonio.messages import say
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
 _DEPTH = 32  # levels of containers in a checkpoint
+
+CODES = "codes"
 
 Read = Callable[[int, Any], None]
 Content = str | os.PathLike[str] | Mapping[str, Any]
@@ -50,7 +60,8 @@ class Place:
 
     Attributes:
         open: a context with a function that fills an array from the given byte of the tensor on.
-        values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised.
+        values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised; :data:`CODES` of
+            packed codes that are stored as floats.
         beside: whether it is not of the model. `reason`: why it cannot be read. `state`: whether it is an optimizer's.
     """
 
@@ -91,16 +102,16 @@ def inventory(source: object) -> Inventory:
         raise InvalidArgumentError("check() takes a path or a state dict", found_type, "Pass model.state_dict().")
     path = Path(source)
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    notes = [f"not read: {listing([plain(file.name) for file in others], limit=4)}"] if others else []
     if len(files) > 1:
         found = _of_parts(files)
     elif not (files[0].is_file() or files[0].is_dir()):
         raise absent(files[0])
     else:
         found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
-    if path.is_dir() and files[0] != path:
-        found = _with_optimizers(found, path, files)
-    return replace(found, notes=(*found.notes, *notes))
+    if not path.is_dir() or files[0] == path:
+        return found
+    found = _with_optimizers(found, path, files)
+    return replace(found, notes=(*found.notes, *left_out(path, [file for file in others if file not in found.files])))
 
 
 def _with_optimizers(found: Inventory, folder: Path, model: list[Path]) -> Inventory:
@@ -130,6 +141,33 @@ def vectors_of(found: Inventory) -> dict[str, tuple[tuple[int, ...], Callable[[]
     """The model's vectors that can be read: shape and a function that reads it, by name."""
     own = (place for place in found.places if len(place.shape) == 1 and not place.beside and not place.reason)
     return {place.name: (place.shape, partial(_values, place)) for place in own}
+
+
+def with_codes(places: Sequence[Place]) -> tuple[Place, ...]:
+    """The places, with those of floats that are packed codes: their weight has another number of entries.
+
+    bitsandbytes packs 4-bit codes into the dtype of the other weights (`bnb_4bit_quant_storage`), so that FSDP can
+    join them; as floats, such bits may be NaN.
+    """
+    own = {place.name: place for place in places if not (place.beside or place.reason)}
+    suspects = [name for name in own if name.endswith(ENDINGS)]
+    stored = {
+        name: StoredTensor(place.shape, place.dtype, partial(_stored, place)) for name, place in own.items() if suspects
+    }
+    codes = set()
+    for weight in stored_weights(suspects, stored, {}):
+        first = stored[weight.parts[0]]
+        dtype = dtype_named(first.dtype)
+        floats = dtype is not None and dtype.is_floating_point
+        if floats and weight.stored is not None and weight.stored.entries != first.entries:
+            codes.add(weight.parts[0])
+    return tuple(replace(one, values=CODES) if one.name in codes and not one.beside else one for one in places)
+
+
+def _stored(place: Place) -> Tensor:
+    """The values of a place as a reader of formats loads them."""
+    values = _values(place)
+    return torch.zeros(place.shape) if values is None else values.reshape(place.shape)
 
 
 def _values(place: Place) -> Tensor | None:

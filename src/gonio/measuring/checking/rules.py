@@ -97,8 +97,9 @@ for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G
         return problem.found if problem.code == code else None
 
 
-@rule("G001", VALUE_RULES)
+@rule("G001", VALUE_RULES, harmless=lambda t: t.beside and not t.state and not t.shape)
 def _nonfinite(t: TensorCheck) -> str | None:
+    """A single number of neither model nor optimizer is a trainer's, such as a best score that is infinite at first."""
     return nonfinite_values(t.nonfinite, t.entries, t.first_nonfinite)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -142,6 +142,47 @@ class _Reader:
         said = str(dtype).removeprefix("torch.")
         return "", "", partial(read_tensor, file, begin, size, said, shape), file.name
 
+    # --- quantised weights -------------------------------------------------------------------------------------------
+
+    def dequantise(self) -> None:
+        """Replace the codes that DequantizeLinear alone reads by the values that it computes from them."""
+        for name, codes in list(self.stored.items()):
+            nodes = [node for node, number, _ in self.users.get(name, []) if number == 0]
+            if not nodes or len(nodes) != len(self.users[name]) or any(not _is_dequantizer(node) for node in nodes):
+                continue
+            _, _, prefix = self.users[name][0]
+            made = [self._dequantised(codes, node, prefix) for node in nodes]
+            if made[0] is None or any(one != made[0] for one in made):
+                continue
+            told = [axes for node in nodes for axes in self._uses_of_all(f"{prefix}{node.output[0]}", codes.shape)]
+            axes = told[0] if told and all(one == told[0] for one in told) and told[0].order else codes.axes or Axes()
+            axes = replace(axes, notes=(*axes.notes, f"dequantised from {codes.dtype} and its scale"))
+            load = partial(_values, codes, *made[0])
+            self.stored[name] = replace(codes, load=load, values="float32", axes=axes)
+
+    def _uses_of_all(self, name: str, shape: tuple[int, ...]) -> Iterator[Axes]:
+        return self._uses(name, tuple(range(len(shape))), _DEPTH) if len(shape) > 1 else iter(())
+
+    def _dequantised(
+        self, codes: StoredTensor, node: Any, prefix: str
+    ) -> tuple[StoredTensor, StoredTensor | None, int, int] | None:
+        """Scale, zero point, axis and size of blocks; None where they are no tensors of the file, or do not fit."""
+        facts, inputs = {fact.name: fact.i for fact in node.attribute}, [*node.input[1:], "", ""]
+        scale, zero = (self.stored.get(f"{prefix}{name}") or self.stored.get(name) for name in inputs[:2])
+        axis, size, dims = facts.get("axis", 1), facts.get("block_size", 0), len(codes.shape)
+        if scale is None or (inputs[1] and zero is None) or (zero is not None and zero.shape != scale.shape):
+            return None
+        if scale.entries == 1 and not size:
+            return scale, zero, 0, 0
+        if not -dims <= axis < dims or size < 0:
+            return None
+        axis %= dims
+        entries = codes.shape[axis]
+        fits = scale.shape == (entries,)
+        if size:
+            fits = scale.shape == (*codes.shape[:axis], -(-entries // size), *codes.shape[axis + 1 :])
+        return (scale, zero, axis, size) if fits else None
+
     # --- axes --------------------------------------------------------------------------------------------------------
 
     def _axes(self, name: str, shape: tuple[int, ...]) -> Axes:
@@ -165,6 +206,30 @@ class _Reader:
                     yield from self._uses(f"{prefix}{node.output[0]}", tuple(dims[dim] for dim in turned), depth - 1)
                     continue
             yield Axes() if facts is None else _of_operator(node.op_type, number, dims, facts)
+
+
+def _is_dequantizer(node: Any) -> bool:
+    """Whether a node is DequantizeLinear, of ONNX or of ONNX Runtime, which computes the same."""
+    return node.op_type == "DequantizeLinear" and node.domain in ("", "ai.onnx", "com.microsoft") and bool(node.output)
+
+
+def _values(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, axis: int, size: int) -> Tensor:
+    """(code − zero point) · scale, of the tensor, of each place on an axis, or of each block there.
+
+    References: [1] ONNX, docs/Operators.md, DequantizeLinear.
+    """
+    numbers = codes.load().float().double() if codes.dtype.startswith("float8") else codes.load().double()
+
+    def spread(part: StoredTensor) -> Tensor:
+        held = part.load().float().double() if part.dtype.startswith("float8") else part.load().double()
+        if part.entries == 1 and not size:
+            return held.reshape(())
+        if size:
+            return held.repeat_interleave(size, axis).narrow(axis, 0, codes.shape[axis])
+        return held.reshape(-1, *[1] * (len(codes.shape) - axis - 1))
+
+    shifted = numbers if zero is None else numbers - spread(zero)
+    return (shifted * spread(scale)).float()
 
 
 def _of_operator(operator: str, number: int, dims: tuple[int, ...], facts: dict[str, Any]) -> Axes:
@@ -218,6 +283,7 @@ def open_onnx(path: Path) -> Opened:
         for prefix, graph, _ in graphs:
             for name, tensor in _tensors(prefix, graph, reader):
                 reader.add(name, tensor)
+        reader.dequantise()
     except Exception as error:  # of protobuf, and those that a hostile model provokes
         raise damaged(path, error) from error
     reader.problems += reader.cut.problems()

@@ -9,8 +9,9 @@ other assignment in this order exists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -110,6 +111,13 @@ def optimizers_in(content: Any, leaf: Leaf) -> list[Raw]:
     return list(_found(content, (), leaf, _LEVELS, set()))
 
 
+def no_states(places: Iterable[str], found: Iterable[Raw]) -> tuple[str, ...]:
+    """The places in a checkpoint that are neither the state of an optimizer nor a list of such states."""
+    states = {one.place for one in found}
+    states |= {place.rpartition(".")[0] for place in states if place.rpartition(".")[2].isdecimal()}
+    return tuple(place for place in places if place not in states)
+
+
 def in_memory(_: Path, value: Any) -> StoredTensor | None:
     """The `leaf` of contents whose tensors are at hand."""
     return value if isinstance(value, StoredTensor) else StoredTensor.of(value) if isinstance(value, Tensor) else None
@@ -124,10 +132,7 @@ def _found(content: Any, at: Path, leaf: Leaf, levels: int, seen: set[int]) -> I
             groups = _groups(content["param_groups"])
             held = {key: one for key, one in content["state"].items() if isinstance(one, Mapping)}
             if groups or held:
-                made = {
-                    key: {str(word): _kept(leaf, (*at, "state", key, word), value) for word, value in one.items()}
-                    for key, one in held.items()
-                }
+                made = {key: dict(_words(one, (*at, "state", key), leaf, _LEVELS)) for key, one in held.items()}
                 yield Raw(".".join(map(str, at)), made, groups)
                 return
         inner: Iterable[tuple[Any, Any]] = content.items()
@@ -141,9 +146,17 @@ def _found(content: Any, at: Path, leaf: Leaf, levels: int, seen: set[int]) -> I
                 yield from _found(value, (*at, key), leaf, levels - 1, seen)
 
 
-def _kept(leaf: Leaf, at: Path, value: Any) -> Any:
-    found = leaf(at, value)
-    return value if found is None else found
+def _words(one: Mapping[Any, Any], at: Path, leaf: Leaf, levels: int) -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers of one parameter's state by name; those of an inner mapping by their own names.
+
+    bitsandbytes stores moments in one (`__bnb_optimizer_quant_state__`), so that FSDP does not take them apart.
+    """
+    for word, value in one.items():
+        found = leaf((*at, word), value)
+        if found is None and isinstance(value, Mapping) and levels:
+            yield from _words(value, (*at, word), leaf, levels - 1)
+        else:
+            yield str(word), value if found is None else found
 
 
 def _groups(value: Any) -> list[Mapping[str, Any]]:
@@ -236,7 +249,8 @@ class _Numbered:
 def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> OptimizerContents:
     by_clean = {clean: name for name, clean in clean_names(weights).items()}
     found = _Numbered.of(raw)
-    shapes = {key: shape_of(held) for key, held in found.state.items()}
+    parts = factors(found.state.values())
+    shapes = {key: shape_of(held, without=parts) for key, held in found.state.items()}
     named = bool(found.names)
     trained = {name: t.shape for name, t in weights.items() if t.dtype.startswith(("float", "bfloat", "complex"))}
     names = found.names or _by_order(found.groups, shapes, trained, in_order)
@@ -256,16 +270,17 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
         if not held:
             without += [name or place] if stateful and key in found.options else []
             continue
+        told = any(held[word].shape == shape for word in state_powers(held) if isinstance(held[word], StoredTensor))
         unknown, wrong = "" if name else _why_unknown(named, in_order), ""
         unknown = unknown if weights else say("no weights are beside it")
         if raw.groups and key not in found.options:
             wrong = say("no parameter group of the optimizer has it")
         elif named and not name and weights:
             wrong = say("the model has no weight of its name")
-        elif name and shape is not None and shape != weights[name].shape:
+        elif name and told and shape != weights[name].shape:
             wrong = say("its shape is {shape}, that of the weight {other}", shape=shape, other=weights[name].shape)
             name, unknown = "", say("its shape is not that of the weight")
-        elif not name and weights and shape is not None:
+        elif not name and weights and told and shape is not None:
             spare[shape] -= 1
             wrong = say("the model has no weight of its shape {shape} left", shape=shape) if spare[shape] < 0 else ""
         misfits += [(place, wrong)] if wrong else []
@@ -287,9 +302,41 @@ def _tensors(held: Mapping[str, Any], shape: tuple[int, ...] | None) -> dict[str
     }
 
 
-def shape_of(held: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of most tensors of a state, that of the parameter; None where none has more than one number."""
-    found = Counter(v.shape for v in held.values() if isinstance(v, StoredTensor) and v.shape)
+def factors(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """The names under which an optimizer keeps something else than one number for each of the parameter's.
+
+    Adafactor keeps sums over rows and over columns, bitsandbytes tables and scales of blocks. Such tensors have another
+    shape than the largest of the same parameter's state; where none of these has room for all others, none has the
+    parameter's shape. Moments of gradients always have it.
+    """
+    made: set[str] = set()
+    for held in states:
+        shapes = {word: v.shape for word, v in held.items() if isinstance(v, StoredTensor) and v.shape}
+        most = max(shapes.values(), key=lambda shape: (len(shape), prod(shape)), default=())
+        fits = all(shape == most or (prod(shape) < prod(most) and is_within(shape, most)) for shape in shapes.values())
+        made |= {word for word, shape in shapes.items() if shape != most or not fits} - state_powers(shapes).keys()
+    return frozenset(made)
+
+
+def is_within(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a shape is that of a whole without some of its dimensions, or with 1 in their place.
+
+    Example:
+        >>> from gonio.measuring.reading.optimizers import is_within
+        >>> is_within((64, 1), (64, 32)), is_within((32,), (64, 32)), is_within((16,), (64, 32))
+        (True, True, False)
+    """
+    left = iter(whole)
+    return all(any(size == one for one in left) for size in shape if size != 1)
+
+
+def shape_of(held: Mapping[str, Any], *, without: Collection[str] = ()) -> tuple[int, ...] | None:
+    """The shape of most tensors of a state, that of the parameter; None where none has more than one number.
+
+    Args:
+        without: names of tensors that do not have the shape of the parameter.
+    """
+    found = Counter(v.shape for w, v in held.items() if isinstance(v, StoredTensor) and v.shape and w not in without)
     return found.most_common(1)[0][0] if found else None
 
 

@@ -56,13 +56,13 @@ from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, Stor
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.kinds import KINDS, OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
+from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, no_states, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
-from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
+from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in, with_states
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.measuring.reading.zero_files import is_zero, open_zero
-from gonio.messages import joined, say
+from gonio.messages import Message, joined, say
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -97,13 +97,18 @@ class CheckpointPart(os.PathLike[str]):
 
 @dataclass(frozen=True)
 class Contents:
-    """A source's tensors, notes on how it was read, the adapters of a file or state dict, what is wrong with files."""
+    """A source's tensors, notes on how it was read, the adapters of a file or state dict, what is wrong with files.
+
+    Attributes:
+        refusal: why its adapters are not computed; empty if they are, or if it has none.
+    """
 
     entries: list[TensorEntry]
     notes: tuple[str, ...] = ()
     adapters: tuple[Adapter, ...] = ()
     problems: tuple[Problem, ...] = ()
     optimizer: OptimizerContents = field(default_factory=OptimizerContents)
+    refusal: str = ""
 
 
 def name_of(source: Source) -> str:
@@ -126,6 +131,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     """
     adapters: list[Adapter] = []
     absent: list[Problem] = []
+    refusal = ""
     if isinstance(source, nn.Module):
         opened, made = Opened({}), entries_of_model(source)
     else:
@@ -140,7 +146,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         made = [*_entries(opened.stored, beside, parts), *opened.others]
         made = made if config is not None else _as_stored(made, opened.stored)  # adapters have matrices of their own
         if config is not None and config.refusal:
-            opened = replace(opened, notes=(*opened.notes, plain(config.refusal)))
+            refusal = plain(config.refusal)
+            opened = replace(opened, notes=(*opened.notes, refusal))
     if base is not None and not adapters:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
@@ -167,7 +174,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     gaps = [] if adapters else missing_in_blocks(shapes, opened.problems)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
-    return Contents(made, notes, tuple(adapters), problems, opened.optimizer)
+    return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)
 
 
 def configured(
@@ -317,32 +324,41 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _
     if isinstance(source, Mapping):
         raw = optimizers_in(source, in_memory)
         try:
-            opened = open_state(state_in(source, what="the mapping"))
+            held = state_in(source, what="the mapping")
         except InvalidArgumentError as error:
             return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True)), _Beside()
+        left = no_states(held.beside, raw)
+        opened = open_state(replace(held, beside=left))
+        opened = with_states(opened, [place for place in held.beside if place not in left])
         return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened, _Beside()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
     files, others = files_in(path) if path.is_dir() else ([path], [])
     opened = open_file(files[0], key) if len(files) == 1 else open_parts(files)
-    if others:
-        opened = replace(
-            opened,
-            notes=(*opened.notes, say("not read: {names}", names=listing([plain(f.name) for f in others], limit=4))),
-        )
-    opened = _with_optimizer(opened, path, files) if path.is_dir() and files[0] != path else opened
+    if path.is_dir() and files[0] != path:
+        opened, states = _with_optimizer(opened, path, files)
+        opened = replace(opened, notes=(*opened.notes, *left_out(path, [f for f in others if f not in states])))
     return opened, _beside(path if path.is_dir() else path.parent)
 
 
-def _with_optimizer(opened: Opened, folder: Path, model: Collection[Path]) -> Opened:
-    """What was opened, with the states of optimizers in the torch files beside the model."""
+def left_out(folder: Path, others: Iterable[Path]) -> tuple[Message, ...]:
+    """A note on other files beside the model of a folder, and one on folders that have models of their own."""
+    files, folders = [plain(file.name) for file in others], folders_with_models(folder)
+    notes = [say("not read: {names}", names=listing(files, limit=4))] if files else []
+    notes += [say("not read: models in the folders {names}", names=listing(folders, limit=4))] if folders else []
+    return tuple(notes)
+
+
+def _with_optimizer(opened: Opened, folder: Path, model: Collection[Path]) -> tuple[Opened, Collection[Path]]:
+    """What was opened, with the states of optimizers in the torch files beside the model, and these files."""
     found, broken = optimizer_files(folder, model)
     in_order = all(file.suffix in SUFFIXES for file in model)
     for file, raw in found.items():
         placed = [replace(one, place=f"{file.name}: {one.place}") for one in raw]
         opened = replace(opened, optimizer=opened.optimizer + fitted(placed, opened.stored, in_order=in_order))
-    return replace(opened, optimizer=opened.optimizer + OptimizerContents(damaged=tuple(file.name for file in broken)))
+    broken_ones = OptimizerContents(damaged=tuple(file.name for file in broken))
+    return replace(opened, optimizer=opened.optimizer + broken_ones), found
 
 
 def of_damaged(contents: OptimizerContents) -> list[Problem]:
@@ -500,17 +516,25 @@ def files_read(source: Source) -> Iterator[tuple[str, Path]]:
 
 
 def _no_checkpoint(folder: Path) -> UnreadableFileError:
-    """The error for a folder without a model of its own; it names the folders in it that may have one."""
+    """The error for a folder without a model of its own; it names its folders that may have one, or what is in it."""
+    if held := folders_with_models(folder):
+        what = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
+        return UnreadableFileError(str(folder), what, "Name one of them.")
+    there = sorted(plain(one.name) for one in islice(folder.iterdir(), 10_000))
+    if not there:
+        return UnreadableFileError(str(folder), say("it is empty"), "Name a .safetensors or .pt file.")
+    what = say("it holds no checkpoint of a kind that is read; there are {names}", names=listing(there, limit=8))
+    return UnreadableFileError(str(folder), what, say("Known kinds: {kinds}.", kinds=", ".join(KINDS)))
+
+
+def folders_with_models(folder: Path) -> list[str]:
+    """The names of the folders in a folder that may hold a model."""
     within = (one for one in sorted(islice(folder.iterdir(), 10_000)) if one.is_dir())
-    held = [
+    return [
         plain(one.name)
         for one in within
         if is_distributed(one) or is_zero(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
     ]
-    if held:
-        what = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
-        return UnreadableFileError(str(folder), what, "Name one of them.")
-    return UnreadableFileError(str(folder), "it holds no checkpoint", "Name a .safetensors or .pt file.")
 
 
 def small_json(path: Path) -> dict[str, Any]:

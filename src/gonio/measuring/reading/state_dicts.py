@@ -7,8 +7,8 @@ the optimizer beside it have the shapes of its tensors. Nothing is guessed from 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -281,3 +281,11 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
         beside = listing([plain(key) for key in found.beside], limit=4)
         notes.append(say("not read: {names}, of the same checkpoint", names=beside))
     return Opened(stored | packed, tuple(others), tuple(notes))
+
+
+def with_states(opened: Opened, places: Sequence[str]) -> Opened:
+    """What was opened, with a note on the places that hold states of optimizers, which are read as such."""
+    if not places:
+        return opened
+    names = listing([plain(place) for place in places], limit=4)
+    return replace(opened, notes=(*opened.notes, say("the state of an optimizer, not weights: {names}", names=names)))

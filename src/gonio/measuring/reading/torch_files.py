@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 import zipfile
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,15 +18,20 @@ from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
-from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
+from gonio.measuring.reading.optimizers import Raw, fitted, no_states, optimizers_in
 from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
 from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in
+from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in, with_states
 from gonio.messages import say
 
 SUFFIXES = TORCH
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
 _OTHER = re.compile(r"it holds an object of ([\w.]{1,200})")  # of the reader of pickles here
+_SUBCLASSES = (
+    "torch._utils._rebuild_wrapper_subclass",
+    "torch._tensor._rebuild_from_type_v2",
+)  # by which torch makes them
+_PARTS_OF_A_PROCESS = "must be imported to load DTensors"  # in errors of torch's reader
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
 
@@ -73,12 +79,14 @@ def open_torch(path: Path, key: str = "") -> Opened:
         if not raw:
             raise
         return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
+    raw = optimizers_in(mapped.content, mapped.stored)
+    left = no_states(found.beside, raw)
+    states, found = [place for place in found.beside if place not in left], replace(found, beside=left)
     at = tuple(found.key.split(".")) if found.key else ()
-    opened = open_state(found, lambda name: mapped.read((*at, name)))
+    opened = with_states(open_state(found, lambda name: mapped.read((*at, name))), states)
     if classes := sorted(_classes_in(mapped.content)):
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
-    raw = optimizers_in(mapped.content, mapped.stored)
     return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened
 
 
@@ -160,7 +168,9 @@ def optimizer_files(folder: Path, model: Collection[Path]) -> tuple[dict[Path, l
 
 def _unpickled(path: Path, *, mapped: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # of another program: refused below
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle provokes almost any of them
         other = error
         if _CLASS.search(str(error)) and zipfile.is_zipfile(path):
@@ -221,10 +231,20 @@ def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
     if not start.startswith((b"PK", b"\x80")):
         return f"it is damaged or no checkpoint of torch: it begins with {start!r}", "Save model.state_dict()."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    known = [line for line in lines if line.startswith("WeightsUnpickler error")]
+    # the text after the colon may follow on a line of its own, and before it torch advises to run the file's code
+    _, known_error, told = " ".join(lines).partition("WeightsUnpickler error: ")
+    known = [f"{known_error}{told.partition(' Check the documentation')[0].strip()}"] if known_error else []
     said = (known or lines or [type(error).__name__])[0]
     do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
     held = _OTHER.search(str(other)) or (_CLASS.search(str(error)) if other is error else None)
+    if _PARTS_OF_A_PROCESS in str(error):
+        return (
+            say("it holds of each tensor the part that one process had (DTensor)"),
+            say("Save them together by torch.distributed.checkpoint, or the full_tensor() of each."),
+        )
+    if held and held[1] in _SUBCLASSES:
+        do = say("Code in a file is never run here: save plain tensors, such as the dequantize() of each.")
+        return say("it holds more than tensors and plain containers: tensors of a subclass"), do
     if held:
         return f"it holds more than tensors and plain containers: an object of {held[1]}", do
     if other is not error:

@@ -104,9 +104,12 @@ _HARMLESS = {
     *("use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length", "cache_block_outputs", "fuse_max_seq_len"),
     *("modules_in_block_to_quantize", "modules_to_fuse", "do_fuse", "quantizer", "global_compression_ratio"),
     *("model_file_base_name", "model_name_or_path", "quant_type", "disable_exllama", "producer", "exclude_modules"),
-    "kv_cache_quant_algo",
+    *("kv_cache_quant_algo", "include_input_output_embeddings", "untie_embedding_weights", "quant_type_kwargs"),
 }
-_METHODS = ("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt")
+_METHODS = (
+    *("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt"),
+    "torchao",
+)
 
 
 def refusal_of(config: Mapping[str, Any]) -> str:

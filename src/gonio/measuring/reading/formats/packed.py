@@ -14,10 +14,11 @@ from gonio.measuring.reading.formats.bitsandbytes import halves
 from gonio.measuring.reading.formats.grouped import unpacked
 from gonio.measuring.reading.formats.scaled import fp4_values
 
+_BITS = range(2, 9)
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 
 
-def _packed(name: str, stored: FileTensors, _: Mapping[str, Any]) -> StoredWeight | None:
+def _packed(name: str, stored: FileTensors, config: Mapping[str, Any]) -> StoredWeight | None:
     path, layer = name.removesuffix("weight_packed"), stored.layers[name.rpartition(".")[0]]
     parts = {last: tensor for last, tensor in layer.items() if last.startswith("weight_")}
     codes, scales = stored[name], parts.get("weight_scale")
@@ -28,7 +29,7 @@ def _packed(name: str, stored: FileTensors, _: Mapping[str, Any]) -> StoredWeigh
     unknown = sorted(set(parts) - set(_PARTS))
     if unknown:
         return StoredWeight(f"{path}weight", (name,), None, f"packed, and its part {unknown[0]} is not read")
-    found = _floats(parts) if codes.dtype == "uint8" else _integers(parts)
+    found = _floats(parts) if codes.dtype == "uint8" else _integers(parts, _stated_bits(config))
     if found is None:
         return None
     bits, columns = found
@@ -39,8 +40,21 @@ def _packed(name: str, stored: FileTensors, _: Mapping[str, Any]) -> StoredWeigh
     return StoredWeight(f"{path}weight", used, made, f"dequantised from {bits} bits ({said})")
 
 
-def _integers(parts: StoredTensors) -> tuple[int, int] | None:
-    """Bits and columns of packed integers, if all shapes fit each other."""
+def _stated_bits(config: Mapping[str, Any]) -> set[int]:
+    """The bits of weights that the configuration's groups of layers state; empty where it states none."""
+    groups = config.get("config_groups")
+    groups = groups.values() if isinstance(groups, dict) else ()
+    weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+    stated = [about.get("num_bits") for about in weights if isinstance(about, dict)]
+    return {bits for bits in stated if type(bits) is int}
+
+
+def _integers(parts: StoredTensors, stated: set[int]) -> tuple[int, int] | None:
+    """Bits and columns of packed integers, if all shapes fit each other and what the configuration states.
+
+    Codes follow each other without a gap. Files with whole codes alone in each word have more words for 3, 5, 6 and 7
+    bits, so that none of these fits; seven bits in four to a word look like eight, which the configuration excludes.
+    """
     shape = parts.get("weight_shape")
     if shape is None or shape.entries != 2 or shape.dtype not in ("int32", "int64"):
         return None
@@ -50,7 +64,7 @@ def _integers(parts: StoredTensors) -> tuple[int, int] | None:
         (rows, words), (row, columns) = parts["weight_packed"].shape, shape.load().tolist()
     except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
         return None
-    bits = [n for n in (2, 4, 8) if -(-columns * n // 32) == words]
+    bits = [n for n in _BITS if -(-columns * n // 32) == words and n in (stated or _BITS)]
     groups, zeros, order = parts["weight_scale"].shape[1], parts.get("weight_zero_point"), parts.get("weight_g_idx")
     if row != rows or len(bits) != 1 or not groups or columns % groups or "weight_global_scale" in parts:
         return None

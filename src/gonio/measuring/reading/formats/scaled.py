@@ -23,6 +23,9 @@ BLOCK = 128  # rows and columns of a block where neither the shapes nor the conf
 LARGEST_BLOCK = 1 << 20
 SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
 ZEROS = ("{n}_zero_point", "{n}.zero_point", "{p}zero_point")
+# Of a tensor subclass that a file stores by its parts: the end of the codes' key, and the keys of the others.
+_INNER = "._data"  # quanto
+_QDATA = "_qdata"  # torchao
 # Scales of activations, beside those of weights.
 ACTIVATIONS = ("input_scale", "scale_input", "input_scale_ub", "output_scale", "scale_output", "act_scale")
 
@@ -32,22 +35,55 @@ def _scaled(name: str, stored: FileTensors, config: Mapping[str, Any]) -> Stored
     if len(weight.shape) < 2:
         return None
     path, last = f"{name.rpartition('.')[0]}.".lstrip("."), name.rpartition(".")[2]
-    keys = [key.format(n=name, p=path, l=last) for key in SCALES]
+    own, keys, zeros = _keys(name, path, last)
+    if own != name:
+        if own in stored:
+            return None
+        config = {**config, **_exact(weight.shape, stored.get(keys[0]))}
     known = [key for key in keys if key in stored and key != name]
     fitting = [key for key in known if _blocks(weight.shape, stored[key], config) is not None]
     if len(fitting) == 1 and len(known) == 1:
         key = fitting[0]
-        zero, unknown = _zero_point(path, name, key, [z.format(n=name, p=path) for z in ZEROS], stored)
+        zero, unknown = _zero_point(path, name, key, zeros, stored)
+        unknown = unknown or (zero if own != name and not _is_integer(zero, stored) else "")
         if unknown:
             return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {unknown} shifts it is not known")
         blocks = _blocks(weight.shape, stored[key], config)
         made = computed(_values, weight, stored[key], stored.get(zero), blocks, shape=weight.shape)
         said = f"dequantised from {weight.dtype} and its scale{' and zero point' if zero else ''}"
-        return StoredWeight(name, (name, key, *([zero] if zero else [])), made, said)
+        return StoredWeight(own, (name, key, *([zero] if zero else [])), made, said)
     beside = known or [key for key, part in stored.items() if _may_scale(key, path, name, part, weight, config)]
     if not beside:
         return None
     return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {beside[0]} scales it is not known")
+
+
+def _keys(name: str, path: str, last: str) -> tuple[str, list[str], list[str]]:
+    """The weight's name, and the keys that its scale and its zero point may have.
+
+    quanto stores `weight._data` and `weight._scale`; torchao `_weight_qdata`, `_weight_scale` and `_weight_zero_point`.
+    """
+    if name.endswith(_INNER):
+        own = name.removesuffix(_INNER)
+        return own, [f"{own}._scale"], []
+    if last.startswith("_") and last.endswith(_QDATA):
+        stem = last.removesuffix(_QDATA)
+        return f"{path}{stem[1:]}", [f"{path}{stem}_scale"], [f"{path}{stem}_zero_point"]
+    scales, zeros = ([key.format(n=name, p=path, l=last) for key in kinds] for kinds in (SCALES, ZEROS))
+    return name, scales, zeros
+
+
+def _exact(shape: tuple[int, ...], scale: StoredTensor | None) -> dict[str, list[int]]:
+    """The blocks of a matrix whose scales divide it without a rest, in the form of a configuration."""
+    sizes = () if scale is None else scale.shape
+    if len(shape) != 2 or len(sizes) != 2 or 0 in sizes or any(of % n for of, n in zip(shape, sizes, strict=True)):
+        return {}
+    return {"weight_block_size": [of // n for of, n in zip(shape, sizes, strict=True)]}
+
+
+def _is_integer(zero: str, stored: StoredTensors) -> bool:
+    """Whether zero points are integers, which are subtracted from codes; others are added to weights."""
+    return not zero or stored[zero].dtype.startswith("int")
 
 
 def _zero_point(path: str, name: str, scale: str, registered: list[str], stored: FileTensors) -> tuple[str, str]:
