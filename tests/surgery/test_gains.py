@@ -211,7 +211,11 @@ def test_a_function_without_a_derivative(raised: type[Exception], monkeypatch: p
     said = "none" if raised is RuntimeError else f"{raised.__name__}: none"
     assert f"norm stays: derivatives cannot be computed: {said}" in fold_(model, example=X, gains=True).notes
     assert gonio.surgery.anatomy(model, example=X).mlps == ()
-    assert gonio.measure(model, batch=X).notes[-1].startswith(f"Gradients were not measured: {said}")
+    assert (
+        gonio.measure(model, batch=X)
+        .notes[-1]
+        .startswith(f"Gradients were not measured: derivatives cannot be computed: {said}")
+    )
     with pytest.raises(NotApplicableError, match=f"what reads what cannot be computed .{said}"):
         rotate_(model, example=X)
 
