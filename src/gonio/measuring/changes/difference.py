@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot, nan, prod
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gonio.escaping import json_data, markdown_cell, plain, shorten
 from gonio.geometry.blocks import StoredDifference
+from gonio.measuring.changes.moved import with_origins
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
@@ -62,7 +63,8 @@ COLUMNS: tuple[Column[TensorDifference], ...] = (
     C("angle_mean", "angle", "between each filter before and after: mean", 6, figures("{:.1f}°", "angle_mean")),
     C("angle_max", "largest", "the largest of these angles", 7, figures("{:.1f}°", "angle_max")),
     C("form", "form",
-      "of the change: rounded, pruned, reordered, transposed, scaled, gains, rotation, rank r (low), full", 10,
+      "of the change: rounded, pruned, reordered, transposed, moved, scaled, gains, rotation, rank r (low), full",
+      10,
       lambda t: t.form or "–"),
     C("intruders", "intr.", "of the 10 top directions after, those unlike any before · after a random change", 6,
       _intruders),
@@ -328,8 +330,8 @@ def difference(
     spread = Spread(engine, jobs, journal)
     spread.check((before, after))
     with spread.journal_of(TensorDifference, (before, after)) as kept:
-        (model,), rows = compared(before, [after], _row_alone, spread, progress, kept)
-    return replace(assembled(name_of(before), model, rows), heads=_changed_heads(before, after))
+        held, (model,), rows = compared(before, [after], _row_alone, spread, progress, kept)
+    return replace(assembled(name_of(before), held, model, rows), heads=_changed_heads(before, after))
 
 
 def _changed_heads(before: Source, after: Source) -> tuple[HeadChange, ...]:
@@ -357,8 +359,11 @@ def _row_alone(rows: Rows, deltas: Deltas) -> TensorDifference:
     return rows[0]
 
 
-def assembled(before: str, model: TunedModel, rows: Sequence[TensorDifference]) -> Differences:
+def assembled(
+    before: str, held: Mapping[str, TensorEntry], model: TunedModel, rows: Sequence[TensorDifference]
+) -> Differences:
     """The differences of one model with their findings."""
+    rows = with_origins(rows, held, model)
     return Differences(before, model.name, tuple(rows), findings_of_change(rows, model.adapters), model.notes)
 
 
@@ -375,20 +380,24 @@ def compared(
     spread: Spread,
     progress: Progress,
     journal: Journal[Reduced] | None = None,
-) -> tuple[list[TunedModel], list[Reduced]]:
-    """The models, and for each name what `reduce` makes of the row and of the change of every model.
+) -> tuple[dict[str, TensorEntry], list[TunedModel], list[Reduced]]:
+    """The base, the models, and for each name what `reduce` makes of the row and of the change of every model.
 
     One tensor of the base is read once and then released. Workers call `reduce`, so that only its results are sent.
     """
     held, models, names = _opened(base, after)
-    return models, results(
-        lambda left: (([n], [reduce(*_compared(names[n], held.get(names[n]), models))]) for n in left),
-        _reduced,
-        lambda: (reduce, path_of(base), [*map(path_of, after)]),
-        [prod(held[name].shape or ()) if name in held else 0 for name in names],
-        spread,
-        progress,
-        journal,
+    return (
+        held,
+        models,
+        results(
+            lambda left: (([n], [reduce(*_compared(names[n], held.get(names[n]), models))]) for n in left),
+            _reduced,
+            lambda: (reduce, path_of(base), [*map(path_of, after)]),
+            [prod(held[name].shape or ()) if name in held else 0 for name in names],
+            spread,
+            progress,
+            journal,
+        ),
     )
 
 

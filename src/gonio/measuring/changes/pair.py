@@ -62,6 +62,7 @@ class TensorDifference:
         entries_changed: number of entries that differ. `entries_zeroed`: of them, those that are 0 after.
         reordered: number of filters at other places, if those after are those before in another order; else 0.
         transposed: whether a square matrix after is the transpose of that before.
+        moved_from: the name in the base of another weight that has the values after; empty if there is none.
         rounded: whether one side is the other one rounded to its dtype, so that nothing else changed.
     """
 
@@ -98,6 +99,7 @@ class TensorDifference:
     entries_zeroed: int | None = None
     reordered: int | None = None
     transposed: bool = False
+    moved_from: str = ""
     rounded: bool = False
 
     def __repr__(self) -> str:
@@ -109,8 +111,8 @@ class TensorDifference:
         """The change in a word or two; empty without filters, but for `rounded`.
 
         `equal`, `rounded` (to another dtype, and nothing else changed), `pruned` (entries became 0 and no other
-        changed), `reordered` (the same filters at other places), `transposed`, `scaled` (all filters alike), `gains`
-        (each filter by its own factor), `rotation`, `rank r`, `full`.
+        changed), `reordered` (the same filters at other places), `transposed`, `moved` (the values of another weight of
+        the base), `scaled` (all filters alike), `gains` (each filter by its own factor), `rotation`, `rank r`, `full`.
         """
         if self.rounded:
             return "rounded"
@@ -122,6 +124,8 @@ class TensorDifference:
             return "reordered"
         if self.transposed:
             return "transposed"
+        if self.moved_from:
+            return "moved"
         if self.angle_max is not None and radians(self.angle_max) < RADIAL * (self.relative or 0.0):
             return "scaled" if self._uniform else "gains"
         if self.gram_change is not None and self.gram_change < ROTATION * (self.gram_change_random or 0.0):

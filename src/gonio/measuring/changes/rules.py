@@ -1,4 +1,4 @@
-"""The rules on changes: intruders, changes that cancel or dwarf their base, layers untouched, reordered or pruned."""
+"""The rules on changes: intruders, changes that cancel or dwarf their base, layers untouched, moved or pruned."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ def _nonfinite(t: TensorDifference) -> str | None:
 
 @rule("G501", TENSOR_RULES)
 def _intruders(t: TensorDifference) -> str | None:
+    if t.moved_from:  # all directions are those of another weight
+        return None
     top = len(t.intruder_cosines)
     for found, by_chance, of in (
         (t.intruders, t.intruders_random, say("{top} top", top=top)),
@@ -91,7 +93,7 @@ def _misfit(t: TensorDifference) -> str | None:
 
 @rule("G502", TENSOR_RULES)
 def _dwarfed(t: TensorDifference) -> str | None:
-    if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2:
+    if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2 or t.moved_from:
         return None
     return say("the change has {relative:.3g} times the norm of the base", relative=t.relative)
 
@@ -110,6 +112,11 @@ def _reordered(t: TensorDifference) -> str | None:
 @rule("G507", TENSOR_RULES)
 def _transposed(t: TensorDifference) -> str | None:
     return say("it is the transpose of the square matrix in the base") if t.transposed else None
+
+
+@rule("G508", TENSOR_RULES)
+def _moved(t: TensorDifference) -> str | None:
+    return say("it has the values of {name} in the base", name=t.moved_from) if t.moved_from else None
 
 
 @rule("G506", TENSOR_RULES)

@@ -239,10 +239,10 @@ def changes(
         raise InvalidArgumentError(asked, f"{len(models)}", "Add one.")
     spread = Spread(engine, jobs)
     spread.check((base, *models))
-    read, found = compared(base, models, _reduced, spread, progress)
+    held, read, found = compared(base, models, _reduced, spread, progress)
     tensors = [sums.agreement(rows[0].name) for rows, sums in found if sums is not None]
     whole = sum((sums for _, sums in found if sums is not None), CosineSums.empty(len(models))).agreement("")
-    made = tuple(assembled(name_of(base), model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))
+    made = tuple(assembled(name_of(base), held, model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))
     names = _numbered([model.after for model in made])
     findings = findings_by(PAIR_RULES, ((pair, "") for pair in _pairings(whole, names)))
     return Changes(name_of(base), made, tuple(tensors), whole, tuple(findings))

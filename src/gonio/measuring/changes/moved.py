@@ -1,0 +1,62 @@
+"""Weights of the base under other names: a conversion put layers or experts in another order, or copied one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gonio.measuring.changes.pair import TensorDifference, norm_of
+from gonio.measuring.changes.sources import TunedModel, values_of
+from gonio.measuring.reading.entry import TensorEntry
+
+FAR = 0.5  # relative change from which a weight is looked for under other names; that of independent ones is 1.4
+_NEAR, _NEAR_ROUNDED = 1e-9, 1e-4  # relative difference of the norms of equal weights, and of rounded ones
+_TRIED = 4  # weights of about the same norm that are compared with one
+
+
+def with_origins(
+    rows: Sequence[TensorDifference], held: Mapping[str, TensorEntry], model: TunedModel
+) -> list[TensorDifference]:
+    """The rows; that of a weight whose values are those of another one in the base names it.
+
+    Only weights that changed much are read again, and compared with those of the base that have their shape and norm.
+    """
+    far = [row for row in rows if (row.relative or 0.0) > FAR and len(row.shape) > 1]
+    shapes = {row.shape for row in far}
+    known = [(row.norm, row.shape, row.name) for row in rows if row.norm and row.shape in shapes]
+    found = {row.name: name for row in far if (name := _origin(row, known, held, model))}
+    return [replace(row, moved_from=found[row.name]) if row.name in found else row for row in rows]
+
+
+def _origin(
+    row: TensorDifference,
+    known: Sequence[tuple[float, tuple[int, ...], str]],
+    held: Mapping[str, TensorEntry],
+    model: TunedModel,
+) -> str:
+    """The name in the base of the weight with the values of this row after; empty if there is none."""
+    after = values_of(model.entries[row.name], "after")
+    if isinstance(after, str):
+        return ""
+    norm = norm_of(after)
+    near = sorted((abs(n - norm), name) for n, shape, name in known if shape == row.shape and name != row.name)
+    closest = [name for distance, name in near[:_TRIED] if distance <= _NEAR_ROUNDED * norm]
+    return next((name for name, before in _loaded(closest, held) if _are_equal(before, after, norm)), "")
+
+
+def _loaded(names: Sequence[str], held: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        values = values_of(held[name], "before")
+        if isinstance(values, Tensor):
+            yield name, values
+
+
+def _are_equal(before: Tensor, after: Tensor, norm: float) -> bool:
+    """Whether two tensors are equal, or one is the other in its dtype."""
+    if before.dtype == after.dtype:
+        return abs(norm_of(before) - norm) <= _NEAR * norm and torch.equal(before, after.to(before.device))
+    after = after.to(before.device)
+    return torch.equal(before.to(after.dtype), after) or torch.equal(after.to(before.dtype), before)
