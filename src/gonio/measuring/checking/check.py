@@ -387,10 +387,17 @@ def _fingerprints(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[st
 
 
 def _changes(tensors: tuple[TensorCheck, ...], known: dict[str, tuple[Any, ...]]) -> Iterator[Problem]:
-    """What differs from the fingerprints; a tensor that was not read differs by its header only."""
+    """What differs from the fingerprints; a tensor that was not read differs by its header only.
+
+    Of a tensor that is new or changed its values may be those that another name had, unless many tensors have them, as
+    those of one value.
+    """
+    names_of = {values: name for name, values in reversed(known.items())}
     for t in tensors:
+        origin = "" if t.constant or not t.fingerprint else names_of.get((t.dtype, t.shape, t.fingerprint), "")
         if t.name not in known:
-            yield Problem("G710", t.path, say("added: it has no fingerprint"))
+            said = say("added: it has the values that {name} had", name=plain(origin))
+            yield Problem("G710", t.path, said if origin else say("added: it has no fingerprint"))
             continue
         dtype, shape, fingerprint = known[t.name]
         if (dtype, shape) != (t.dtype, t.shape):
@@ -399,7 +406,8 @@ def _changes(tensors: tuple[TensorCheck, ...], known: dict[str, tuple[Any, ...]]
                 "G710", t.path, say("changed from {before} to {now}", before=plain(before, longest=80), now=now)
             )
         elif fingerprint != t.fingerprint:
-            yield Problem("G710", t.path, say("its values changed"))
+            said = say("its values are those that {name} had", name=plain(origin))
+            yield Problem("G710", t.path, said if origin else say("its values changed"))
     names = {t.name for t in tensors}
     yield from (Problem("G710", name.removesuffix(".weight"), say("removed")) for name in known if name not in names)
 
