@@ -210,7 +210,10 @@ def test_reading_in_blocks_leaves_a_matrix_as_it_is(dtype: torch.dtype) -> None:
     before = matrix.clone()
     products(matrix, seeded(50, 3, dtype=computed_in(dtype)), scale=size)
     products(matrix.mT, seeded(40, 3, dtype=computed_in(dtype)), scale=size)
-    normal_product(matrix, seeded(40, dtype=computed_in(dtype)), scale=size)
+    one, two = seeded(2, 40, dtype=computed_in(dtype))
+    together = normal_product(matrix, torch.stack([one, two]), scale=size)
+    for row, v in zip(together, (one, two), strict=True):  # sums of 50 terms in another order
+        torch.testing.assert_close(row, normal_product(matrix, v, scale=size), rtol=1e-4, atol=1e-4)
     for deep in (True, False):
         spectrum_estimate(matrix[None], name="x", deep=deep)
     frobenius_norm(matrix)

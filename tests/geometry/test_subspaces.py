@@ -221,3 +221,19 @@ def test_complex_matrices_are_refused() -> None:
     for call in (lambda: gonio.geometry.top_subspace(z, 2), lambda: gonio.geometry.principal_angles(z, 1j * z)):
         with pytest.raises(InvalidArgumentError, match=r"real floating-point tensors; found dtype torch\.complex64"):
             call()
+
+
+def test_bounds_of_several_directions_are_those_of_each_alone() -> None:
+    """Also where the space of one is complete after few steps, and another has no image."""
+    left, values = torch.linalg.qr(seeded(60, 60).double())[0], torch.linspace(1, 3, 40).double()
+    base = left[:, :40] * values @ torch.linalg.qr(seeded(40, 40, seed=1).double())[0].mT
+    mixed = torch.stack(
+        [left[:, 3], (left[:, 5] + left[:, 9]) / 2**0.5, left[:, 50], *seeded(3, 60, seed=2).double()], 1
+    )
+    mixed = mixed / mixed.norm(dim=0)
+    together = subspaces._cosine_bounds(base, mixed)
+    alone = torch.cat([subspaces._cosine_bounds(base, column[:, None]) for column in mixed.mT])
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-7)
+    true = (left[:, :40].mT @ mixed).abs().amax(0)
+    assert bool((together >= true - 1e-7).all())
+    assert together[:3].tolist() == pytest.approx([1, 0.5**0.5, 0], abs=1e-6)

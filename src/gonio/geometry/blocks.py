@@ -123,11 +123,14 @@ def products(matrix: Stored, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, 
 
 
 def normal_product(matrix: Stored, v: Tensor, *, scale: float = 1.0) -> Tensor:
-    """WᵀW v of W/scale for a vector v, from one pass over W."""
+    """WᵀW v of W/scale for a vector v, or for each row of a matrix v, from one pass over W."""
     total = torch.zeros_like(v)
     for _, block in row_blocks(matrix):
         block = block if scale == 1 else block / scale
-        total += matrix_vector(block.mT, matrix_vector(block, v))
+        if v.ndim == 1:
+            total += matrix_vector(block.mT, matrix_vector(block, v))
+        else:
+            total.addmm_(v @ block.mT, block)
     return total
 
 

@@ -51,8 +51,8 @@ class Krylov:
             x = x.addcmul_(diagonal[-1], v, value=-1)
             if beside:
                 x = x.addcmul_(beside[-1], basis[-2], value=-1)
+            known = torch.cat(basis, -1) if self.passes else x
             for _ in range(self.passes):
-                known = torch.cat(basis, -1)
                 x = x - known @ (known.mT @ x)
             norm = (x * x).sum(self.dims, keepdim=True).sqrt_()
             # A residual at rounding level means that the Krylov space is complete; normalised it would be noise.

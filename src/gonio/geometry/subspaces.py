@@ -27,7 +27,6 @@ from gonio.geometry.norms import (
     check_finite,
     computed_in,
     full_precision,
-    matrix_vector,
     normalize,
     widest,
 )
@@ -357,24 +356,26 @@ def _cosines_with_all(base: Tensor, directions: Tensor) -> Tensor:
 
 
 def _cosine_bounds(base: Tensor, directions: Tensor) -> Tensor:
-    """Upper bounds of these cosines; see Note [Directions of a base]."""
-    scale = safe_scale(base)
-    found = [_cosine_bound(base, scale, u) for u in directions.to(computed_in(base.dtype)).mT]
-    return torch.tensor(found, dtype=torch.float64).to(base.device)
-
-
-def _cosine_bound(base: Tensor, scale: float, direction: Tensor) -> float:
-    image = torch.zeros(base.shape[1], dtype=direction.dtype, device=base.device)
+    """Upper bounds of these cosines; see Note [Directions of a base]. One pass over the base serves all directions."""
+    scale, directions = safe_scale(base), directions.to(computed_in(base.dtype))
+    images = directions.new_zeros(directions.shape[1], base.shape[1])
     for top, rows in row_blocks(base):
-        image += matrix_vector(rows.mT, direction[top : top + len(rows)])
-    image /= scale
-    size = float(torch.linalg.vector_norm(image, dtype=torch.float64))
-    if not size:
-        return 0.0
-    krylov = Krylov(basis=((image / size).unsqueeze(1),))
-    while krylov.steps < min(LANCZOS, *base.shape) and (not krylov.steps or bool(krylov.beside[-1])):
-        krylov = krylov.forward(lambda v: normal_product(base, v[:, 0], scale=scale).unsqueeze(1), krylov.steps + 1)
-    return _largest_atom(krylov) ** 0.5 * size
+        images.addmm_(directions[top : top + len(rows)].mT, rows)
+    images /= scale
+    sizes = torch.linalg.vector_norm(images, dim=1, dtype=torch.float64)
+    krylov = Krylov(basis=((images / sizes.masked_fill(sizes == 0, 1).to(images)[:, None]).unsqueeze(-1),))
+    while krylov.steps < min(LANCZOS, *base.shape) and (not krylov.steps or bool(krylov.beside[-1].any())):
+        krylov = krylov.forward(lambda v: normal_product(base, v[..., 0], scale=scale).unsqueeze(-1), krylov.steps + 1)
+    atoms = [_largest_atom(_alone(krylov, i)) if size else 0.0 for i, size in enumerate(sizes.tolist())]
+    return sizes.new_tensor(atoms).sqrt() * sizes
+
+
+def _alone(krylov: Krylov, number: int) -> Krylov:
+    """One of several recurrences, up to the step at which its space is complete."""
+    beside = [value[number] for value in krylov.beside]
+    steps = next((step for step, value in enumerate(beside, start=1) if not value), krylov.steps)
+    diagonal = [value[number] for value in krylov.diagonal[:steps]]
+    return Krylov(basis=(), diagonal=tuple(diagonal), beside=tuple(beside[:steps]))
 
 
 def _largest_atom(krylov: Krylov) -> float:
