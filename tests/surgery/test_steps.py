@@ -231,6 +231,71 @@ def test_steps_are_measured_and_ticked_in_every_wrapper(wrapper: str) -> None:
     assert watches(optimizer) == []
 
 
+class Every(Plain):
+    """Calls the optimizers in it every second time."""
+
+    count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count % 2 == 0:
+            super().step()
+
+
+WHOLE: dict[str, Callable[[nn.Module], Any]] = {
+    **WRAPPERS,
+    "Lookahead around SAM": lambda m: Lookahead(Sam(sgd(m))),
+    "one that calls no step": lambda m: Every(sgd(m)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WHOLE)
+@pytest.mark.parametrize("held", [False, True])
+def test_the_update_that_is_measured_is_that_of_the_whole_wrapper(wrapper: str, held: bool) -> None:
+    model = network()
+    optimizer = WHOLE[wrapper](model)
+    if held:
+        gonio.hold_(model, optimizer)
+    figures: dict[str, Any] = {"figures": "training", "also": ("gradient",)}
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, **figures)
+    again = gonio.Tracker(model, optimizer=[*real_optimizers(optimizer, verb="test"), optimizer], every=1, **figures)
+    updates = []
+    for seed in range(4):
+        x = torch.randn(9, 8, generator=torch.Generator().manual_seed(seed))
+        model.zero_grad()
+        model(x).square().mean().backward()
+        before = [layer.weight.detach().clone() for layer in (model[0], model[2])]
+        gradients = [float(layer.weight.grad.norm()) for layer in (model[0], model[2])]
+        optimizer.step()
+        for layer, w, gradient in zip((model[0], model[2]), before, gradients, strict=True):
+            if not torch.equal(layer.weight, w):
+                updates.append((float((layer.weight.detach() - w).norm() / w.norm()), gradient))
+    steps = len(updates) // 2
+    assert steps == (2 if "no step" in wrapper else 4)
+    assert sorted({row["step"] for row in tracker.rows}) == [*range(1, steps + 1)]
+    rows = sorted(tracker.rows, key=lambda row: (row["step"], row["layer"]))
+    for row, (update, gradient) in zip(rows, updates, strict=True):
+        assert row["relative_update"] == pytest.approx(update, rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
+    assert again.rows == tracker.rows, "a wrapper that is given beside its optimizer counts once"
+
+
+def test_a_step_that_an_exception_ends_is_not_counted() -> None:
+    model = network()
+    optimizer = Lookahead(sgd(model))
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+
+    def fails() -> float:
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        optimizer.step(fails)
+    with pytest.warns(gonio.errors.GonioWarning, match="the SGD made no step"):
+        tracker.warn_if_empty()
+    train(model, optimizer, 2)
+    assert [row["step"] for row in tracker.rows] == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize(
     "act",
     [
