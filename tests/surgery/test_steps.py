@@ -315,6 +315,32 @@ def test_steps_that_cannot_be_observed_are_refused(act: Callable[..., Any]) -> N
     assert "_gonio_watches" not in vars(optimizer)
 
 
+class ScheduleFree(Optimizer):
+    """Steps train y; `eval()` puts the average x in its place, as packages of this name do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None: ...
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, accelerated, Sam], ids=["none", "accelerate", "SAM"])
+def test_weights_that_are_exchanged_for_an_average_are_neither_held_nor_clipped(wrap: Callable[[Any], Any]) -> None:
+    model = network()
+    averaging = wrap(ScheduleFree(model.parameters()))
+    needs = (
+        r"needs an optimizer whose steps change .*; found a ScheduleFree, whose eval\(\) replaces them by an average"
+    )
+    for act in (gonio.hold_, gonio.clip_qk_):
+        with pytest.raises(InvalidArgumentError, match=f"{act.__name__} {needs}"):
+            act(model, averaging)
+    gonio.Tracker(model, optimizer=averaging)
+
+
 def test_an_inner_optimizer_of_other_parameters_is_none() -> None:
     """An attribute alone is no evidence: it must share parameters."""
     model, other = network(), network()

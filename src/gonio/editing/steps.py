@@ -77,7 +77,7 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     return list(found.values())
 
 
-def _with_inner(optimizer: Any) -> list[Any]:
+def with_inner(optimizer: Any) -> list[Any]:
     """An optimizer and all that it contains, each once, outer ones first."""
     found: dict[int, Any] = {}
     left = [optimizer]
@@ -90,7 +90,7 @@ def _with_inner(optimizer: Any) -> list[Any]:
 
 
 def _innermost(optimizer: Any) -> list[Any]:
-    return [each for each in _with_inner(optimizer) if not inner_optimizers(each)]
+    return [each for each in with_inner(optimizer) if not inner_optimizers(each)]
 
 
 # --- the registry -----------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def watch(
         pairs: list[tuple[Any, _Watch]] = [(None, found)]
     else:
         real = real_optimizers(optimizer, verb=verb)
-        outer = [each for each in _with_inner(optimizer) if all(each is not inner for inner in real)]
+        outer = [each for each in with_inner(optimizer) if all(each is not inner for inner in real)]
         pairs = [(each, found) for each in real]
         if whole is not None:
             seen = [each for each in (*outer, *real) if each in real or _observable(each)]

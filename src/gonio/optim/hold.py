@@ -27,7 +27,7 @@ from gonio.execution import is_sharded
 from gonio.geometry import Layout
 from gonio.geometry.views import why_not_dense
 from gonio.messages import say
-from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
+from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, refuse_averages, step_of_hold
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
@@ -166,6 +166,7 @@ def hold_(
     check_arguments(norm, radius, step, magnitude, magnitude_lr)
     check_optimizer(optimizer, model, "hold_")
     real = real_optimizers(optimizer, verb="hold_")
+    refuse_averages(optimizer, "hold_")
     if step == "fixed" and any(group.get("lr") is None for each in real for group in each.param_groups):
         do = "Pass step='free', or an optimizer with a learning rate."
         raise InvalidArgumentError("hold_(step='fixed') needs a learning rate", "a parameter group with lr=None", do)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Follower, Ref, follow_
 from gonio.editing.optimizer_states import KEPT_RADIUS
-from gonio.editing.steps import parameter_ids, watch
-from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing
+from gonio.editing.steps import is_transparent, parameter_ids, watch, with_inner
+from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing, with_article
 from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
 
@@ -96,6 +96,19 @@ def alike_weights(weights: Iterable[HeldWeight]) -> list[list[HeldWeight]]:
             weight.radius = weight.radius.to(weight.parameter.device)
         found.setdefault((weight.radius.device, weight.radius.dtype), []).append(weight)
     return list(found.values())
+
+
+def refuse_averages(optimizer: Any, verb: str) -> None:
+    """Raise for an optimizer with `train()` and `eval()`, which exchange the weights that steps train and an average.
+
+    Schedule-free optimizers and SPlus have them. What is done to the weights after a step is not done to the other
+    ones, among them those that are saved and evaluated.
+    """
+    for each in with_inner(optimizer):
+        if not is_transparent(each) and all(callable(getattr(each, name, None)) for name in ("train", "eval")):
+            asked = f"{verb} needs an optimizer whose steps change the weights that are evaluated"
+            found = f"{with_article(type(each).__name__)}, whose eval() replaces them by an average"
+            raise InvalidArgumentError(asked, found, "Pass one without train() and eval().")
 
 
 class Hold:
