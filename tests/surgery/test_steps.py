@@ -20,7 +20,7 @@ import foreign
 import gonio
 from gonio import parametrizations as P
 from gonio.editing.steps import real_optimizers, watch
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 
 Optimizer = torch.optim.Optimizer
 
@@ -339,6 +339,44 @@ def test_weights_that_are_exchanged_for_an_average_are_neither_held_nor_clipped(
         with pytest.raises(InvalidArgumentError, match=f"{act.__name__} {needs}"):
             act(model, averaging)
     gonio.Tracker(model, optimizer=averaging)
+
+
+class OwnGroups(Optimizer):
+    """Sets the options of the optimizer in it by its own groups, as torch's ZeroRedundancyOptimizer."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.optim = torch.optim.SGD([{**group} for group in self.param_groups], **options)
+
+    def step(self, closure: Any = None) -> None:
+        for mine, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            inner.update({name: value for name, value in mine.items() if name != "params"})
+        self.optim.step()
+
+
+def test_a_wrapper_that_divides_the_parameters_over_processes_is_not_tracked_in_part() -> None:
+    model = network()
+    optimizer = OwnGroups(model.parameters(), lr=0.1)
+    gonio.Tracker(model, optimizer=optimizer)
+    del optimizer.optim.param_groups[0]["params"][:3]
+    with pytest.raises(InvalidArgumentError, match="of one process; found an OwnGroups, 3 of whose parameters other"):
+        gonio.Tracker(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("magnitude", [None, "learned"])
+def test_a_wrapper_with_groups_of_its_own_holds_what_does_not_decay(magnitude: Any) -> None:
+    model = network()
+    for wrap in (lambda o: o, accelerated):
+        decays = wrap(OwnGroups(model.parameters(), lr=0.1, weight_decay=0.01 if magnitude is None else 0.0))
+        before = [dict(group) for group in decays.param_groups]
+        with pytest.raises(NotApplicableError, match="OwnGroups has parameter groups beside those of the optimizer in"):
+            gonio.hold_(model, decays, norm="filters", magnitude=magnitude)
+        assert [dict(group) for group in decays.param_groups] == before
+    optimizer = OwnGroups(model.parameters(), lr=0.1)
+    norm = float(model[0].weight.detach().norm())
+    gonio.hold_(model, optimizer)
+    train(model, optimizer, 3)
+    assert float(model[0].weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
 
 
 def test_an_inner_optimizer_of_other_parameters_is_none() -> None:

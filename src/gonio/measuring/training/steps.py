@@ -46,7 +46,8 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> tuple[list[Any], lis
     """The optimizers as they were given, each of which contains one that no other has, and those in them.
 
     Raises:
-        InvalidArgumentError: for other objects, and optimizers of another model.
+        InvalidArgumentError: for other objects, optimizers of another model, and wrappers that divide the parameters
+            over processes.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     known = {id(p) for p in model.parameters()}
@@ -61,6 +62,10 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> tuple[list[Any], lis
     watched, real = list[Any](), dict[int, Optimizer]()
     for each in sorted(given, key=lambda each: not inner_optimizers(each)):
         inner = {id(one): one for one in real_optimizers(each, verb="Tracker()")}
+        if elsewhere := len(parameter_ids(each) - set[int]().union(*map(parameter_ids, inner.values()))):
+            found = f"{with_article(type(each).__name__)}, {elsewhere} of whose parameters other optimizers step"
+            do = "Leave optimizer= out, and call step() after each step."
+            raise InvalidArgumentError("Tracker(optimizer=) measures the steps of one process", found, do)
         watched += [] if inner.keys() <= real.keys() else [each]
         real |= inner
     return watched, list(real.values())
