@@ -40,6 +40,7 @@ class HeldWeight:
     had_gradient: bool = False  # before the step: some optimizers clear gradients in it
     version: int = -1
     trained: bool = False  # a step under the hold has changed it
+    total: float | None = None  # the sum of its entries at the last check, if the optimizer does not have it
 
     def moved(self) -> bool:
         """Whether the step may have changed the weight."""
@@ -51,6 +52,11 @@ class HeldWeight:
         norms = self.vectors.norms(self.parameter.detach())
         radius = self.radius.to(norms.device)
         return float(((norms - radius).abs() / radius.clamp_min(torch.finfo(norms.dtype).tiny)).max())
+
+    def changed(self) -> bool:
+        """Whether it has other entries than at the last call, also by what is written through `.data`."""
+        before, self.total = self.total, float(self.parameter.detach().double().sum())
+        return before is not None and self.total != before
 
     @property
     def tolerance(self) -> float:
@@ -296,9 +302,15 @@ class Hold:
     # a promise that is watched
 
     def _check_held(self) -> None:
-        """After one of the first steps: every weight that it changed has its norm."""
-        for weight in self._active.values():
-            if weight.had_gradient and weight.off() > weight.tolerance:
+        """After one of the first steps: every weight that it changed has its norm, and others do not change.
+
+        Trainers that keep copies of the weights (DeepSpeed) put these into the groups, and write to the weights later.
+        """
+        given = self._given()
+        known = set().union(*map(parameter_ids, [*self._optimizers(), *([] if given is None else [given])]))
+        for key, weight in self._active.items():
+            copied = key not in known and weight.there() is weight.parameter and weight.changed()
+            if copied or (weight.had_gradient and weight.off() > weight.tolerance):
                 raise NormNotHeldError(
                     weight.label,
                     "its norm changed in a step, which did not reach it in the parameter groups of the optimizer",
