@@ -117,7 +117,7 @@ def once_per_step(penalty: Callable[[], Tensor], number: Callable[[], int | None
         >>> from gonio.integrations.lightning import once_per_step
         >>> penalty, numbers = gonio.Penalty(nn.Linear(2, 2), [(None, gonio.regularizers.L2(1.0))]), iter([5, 5, 6])
         >>> by_step = once_per_step(penalty, lambda: next(numbers))
-        >>> by_step(); by_step(); by_step(); penalty.step
+        >>> values = [by_step() for _ in range(3)]; penalty.step
         2
     """
     if not isinstance(penalty, Penalty):
