@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +260,31 @@ def test_checkpoints_hold_the_state_of_the_penalty() -> None:
     added.undo_()
     module.on_save_checkpoint(plain := {})
     assert plain == {"own": True}
+
+
+def test_schedules_count_the_steps_of_the_optimizer() -> None:
+    """Three batches for each step: the penalty ramps up by steps, and those of one step are those of one value."""
+    module = Stepping(torch.zeros(()))
+    trainer = SimpleNamespace(global_step=0)
+    module.trainer = trainer
+    penalty = gonio.Penalty(module, [(None, R.L2(1.0, every=2, schedule=R.Warmup(4)))])
+    add_penalty_(module, penalty)
+    values = []
+    for batch in range(12):
+        trainer.global_step = batch // 3
+        values.append(module.training_step(None, batch).item())
+    strengths = [penalty._terms[0].regularizer.strength_at(step) for step in range(4)]
+    half = float(module.weight.detach().square().sum()) / 2
+    assert values == pytest.approx([strength * half for strength in strengths for _ in range(3)])
+    assert len({*strengths}) > 2
+    assert penalty.step == 4
+
+
+def test_a_penalty_that_divides_itself_is_refused() -> None:
+    module = Stepping(torch.zeros(()))
+    penalty = gonio.Penalty(module, [(None, R.L2(1.0))], accumulate=3)
+    with pytest.raises(InvalidArgumentError, match=r"accumulate=1, because the trainer divides .*; found accumulate=3"):
+        add_penalty_(module, penalty)
 
 
 def test_what_a_step_may_not_return() -> None:

@@ -197,6 +197,19 @@ def test_the_penalty_counts_once_per_optimizer_step(trainer: Small, items: int |
     assert trainer.compute_loss(model.eval(), {}, num_items_in_batch=items) == 1.0
 
 
+def test_schedules_count_the_steps_of_the_optimizer() -> None:
+    trainer, model = Small(), nn.Linear(2, 2)
+    trainer.state = SimpleNamespace(global_step=0)  # type: ignore[attr-defined]
+    penalty = gonio.Penalty(model, [(None, R.L2(1.0, every=2))])
+    add_penalty_(trainer, penalty)
+    active = []
+    for batch in range(8):
+        trainer.state.global_step = batch // 2  # type: ignore[attr-defined]
+        active.append(trainer.compute_loss(model, {}).item() > 1)
+    assert active == [True, True, False, False, True, True, False, False]
+    assert penalty.step == 4
+
+
 def test_the_mean_since_the_last_log_stands_beside_the_loss() -> None:
     class Logging(Small):
         def __init__(self) -> None:

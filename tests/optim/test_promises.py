@@ -229,6 +229,27 @@ def test_a_weight_that_leaves_the_optimizer_is_named_in_the_first_steps(how: str
         assert norms(model) == pytest.approx(norms(network()), rel=1e-6)
 
 
+def test_copies_that_take_the_place_of_the_weights_are_named() -> None:
+    """Gradients go to the copies, which are written to the weights after the step, as DeepSpeed's ZeRO does."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    gonio.hold_(model, optimizer)
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer.param_groups[0]["params"] = copies
+
+    def train() -> None:
+        backward(model)
+        for master, p in zip(copies, model.parameters(), strict=True):
+            master.grad, p.grad = p.grad, None
+        optimizer.step()
+        for master, p in zip(copies, model.parameters(), strict=True):
+            p.data.copy_(master.data)
+
+    train()
+    with pytest.raises(NormNotHeldError, match=r"its norm changed in a step, which did not reach it"):
+        train()
+
+
 def test_weights_loaded_before_the_first_step_are_no_fault() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

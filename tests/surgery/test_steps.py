@@ -20,7 +20,7 @@ import foreign
 import gonio
 from gonio import parametrizations as P
 from gonio.editing.steps import real_optimizers, watch
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 
 Optimizer = torch.optim.Optimizer
 
@@ -231,6 +231,71 @@ def test_steps_are_measured_and_ticked_in_every_wrapper(wrapper: str) -> None:
     assert watches(optimizer) == []
 
 
+class Every(Plain):
+    """Calls the optimizers in it every second time."""
+
+    count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count % 2 == 0:
+            super().step()
+
+
+WHOLE: dict[str, Callable[[nn.Module], Any]] = {
+    **WRAPPERS,
+    "Lookahead around SAM": lambda m: Lookahead(Sam(sgd(m))),
+    "one that calls no step": lambda m: Every(sgd(m)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WHOLE)
+@pytest.mark.parametrize("held", [False, True])
+def test_the_update_that_is_measured_is_that_of_the_whole_wrapper(wrapper: str, held: bool) -> None:
+    model = network()
+    optimizer = WHOLE[wrapper](model)
+    if held:
+        gonio.hold_(model, optimizer)
+    figures: dict[str, Any] = {"figures": "training", "also": ("gradient",)}
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, **figures)
+    again = gonio.Tracker(model, optimizer=[*real_optimizers(optimizer, verb="test"), optimizer], every=1, **figures)
+    updates = []
+    for seed in range(4):
+        x = torch.randn(9, 8, generator=torch.Generator().manual_seed(seed))
+        model.zero_grad()
+        model(x).square().mean().backward()
+        before = [layer.weight.detach().clone() for layer in (model[0], model[2])]
+        gradients = [float(layer.weight.grad.norm()) for layer in (model[0], model[2])]
+        optimizer.step()
+        for layer, w, gradient in zip((model[0], model[2]), before, gradients, strict=True):
+            if not torch.equal(layer.weight, w):
+                updates.append((float((layer.weight.detach() - w).norm() / w.norm()), gradient))
+    steps = len(updates) // 2
+    assert steps == (2 if "no step" in wrapper else 4)
+    assert sorted({row["step"] for row in tracker.rows}) == [*range(1, steps + 1)]
+    rows = sorted(tracker.rows, key=lambda row: (row["step"], row["layer"]))
+    for row, (update, gradient) in zip(rows, updates, strict=True):
+        assert row["relative_update"] == pytest.approx(update, rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(gradient, rel=1e-5)
+    assert again.rows == tracker.rows, "a wrapper that is given beside its optimizer counts once"
+
+
+def test_a_step_that_an_exception_ends_is_not_counted() -> None:
+    model = network()
+    optimizer = Lookahead(sgd(model))
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+
+    def fails() -> float:
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        optimizer.step(fails)
+    with pytest.warns(gonio.errors.GonioWarning, match="the SGD made no step"):
+        tracker.warn_if_empty()
+    train(model, optimizer, 2)
+    assert [row["step"] for row in tracker.rows] == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize(
     "act",
     [
@@ -248,6 +313,70 @@ def test_steps_that_cannot_be_observed_are_refused(act: Callable[..., Any]) -> N
     ):
         act(model, optimizer)
     assert "_gonio_watches" not in vars(optimizer)
+
+
+class ScheduleFree(Optimizer):
+    """Steps train y; `eval()` puts the average x in its place, as packages of this name do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None: ...
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, accelerated, Sam], ids=["none", "accelerate", "SAM"])
+def test_weights_that_are_exchanged_for_an_average_are_neither_held_nor_clipped(wrap: Callable[[Any], Any]) -> None:
+    model = network()
+    averaging = wrap(ScheduleFree(model.parameters()))
+    needs = (
+        r"needs an optimizer whose steps change .*; found a ScheduleFree, whose eval\(\) replaces them by an average"
+    )
+    for act in (gonio.hold_, gonio.clip_qk_):
+        with pytest.raises(InvalidArgumentError, match=f"{act.__name__} {needs}"):
+            act(model, averaging)
+    gonio.Tracker(model, optimizer=averaging)
+
+
+class OwnGroups(Optimizer):
+    """Sets the options of the optimizer in it by its own groups, as torch's ZeroRedundancyOptimizer."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.optim = torch.optim.SGD([{**group} for group in self.param_groups], **options)
+
+    def step(self, closure: Any = None) -> None:
+        for mine, inner in zip(self.param_groups, self.optim.param_groups, strict=True):
+            inner.update({name: value for name, value in mine.items() if name != "params"})
+        self.optim.step()
+
+
+def test_a_wrapper_that_divides_the_parameters_over_processes_is_not_tracked_in_part() -> None:
+    model = network()
+    optimizer = OwnGroups(model.parameters(), lr=0.1)
+    gonio.Tracker(model, optimizer=optimizer)
+    del optimizer.optim.param_groups[0]["params"][:3]
+    with pytest.raises(InvalidArgumentError, match="of one process; found an OwnGroups, 3 of whose parameters other"):
+        gonio.Tracker(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("magnitude", [None, "learned"])
+def test_a_wrapper_with_groups_of_its_own_holds_what_does_not_decay(magnitude: Any) -> None:
+    model = network()
+    for wrap in (lambda o: o, accelerated):
+        decays = wrap(OwnGroups(model.parameters(), lr=0.1, weight_decay=0.01 if magnitude is None else 0.0))
+        before = [dict(group) for group in decays.param_groups]
+        with pytest.raises(NotApplicableError, match="OwnGroups has parameter groups beside those of the optimizer in"):
+            gonio.hold_(model, decays, norm="filters", magnitude=magnitude)
+        assert [dict(group) for group in decays.param_groups] == before
+    optimizer = OwnGroups(model.parameters(), lr=0.1)
+    norm = float(model[0].weight.detach().norm())
+    gonio.hold_(model, optimizer)
+    train(model, optimizer, 3)
+    assert float(model[0].weight.detach().norm()) == pytest.approx(norm, rel=1e-6)
 
 
 def test_an_inner_optimizer_of_other_parameters_is_none() -> None:

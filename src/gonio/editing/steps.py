@@ -77,7 +77,7 @@ def inner_optimizers(optimizer: Any) -> list[Optimizer]:
     return list(found.values())
 
 
-def _with_inner(optimizer: Any) -> list[Any]:
+def with_inner(optimizer: Any) -> list[Any]:
     """An optimizer and all that it contains, each once, outer ones first."""
     found: dict[int, Any] = {}
     left = [optimizer]
@@ -90,7 +90,7 @@ def _with_inner(optimizer: Any) -> list[Any]:
 
 
 def _innermost(optimizer: Any) -> list[Any]:
-    return [each for each in _with_inner(optimizer) if not inner_optimizers(each)]
+    return [each for each in with_inner(optimizer) if not inner_optimizers(each)]
 
 
 # --- the registry -----------------------------------------------------------------------------------------
@@ -128,6 +128,9 @@ class _Watches(list[_Watch]):
 
 def _observed_step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of a wrapper's `step` that torch does not report: a method, so that a copy of it steps the copy."""
+    for each in _get(wrapper):
+        if each.before is not None:
+            each.before(wrapper)
     result = vars(wrapper)[_PLAIN_STEP](*args, **kwargs)
     _after_step(wrapper)
     return result
@@ -143,6 +146,7 @@ def watch(
     before: Act | None = None,
     after: Act | None = None,
     settled: Act | None = None,
+    whole: tuple[Act, Act] | None = None,
     measures: bool = False,
     verb: str = "watch",
 ) -> Callable[[], None]:
@@ -152,6 +156,8 @@ def watch(
         optimizer: None for all.
         before, after: are called with the optimizer that changes the parameters. An exception ends the step.
         settled: is called with it after the step of a wrapper around it, which may have changed weights once more.
+        whole: are called with it before and after the step of the outermost wrapper around it, in which it stepped, or
+            of itself where that is called alone.
         measures: whether it only measures: it then sees the step with everything that others do to it.
         verb: named by errors.
 
@@ -169,10 +175,15 @@ def watch(
         pairs: list[tuple[Any, _Watch]] = [(None, found)]
     else:
         real = real_optimizers(optimizer, verb=verb)
+        outer = [each for each in with_inner(optimizer) if all(each is not inner for inner in real)]
         pairs = [(each, found) for each in real]
+        if whole is not None:
+            seen = [each for each in (*outer, *real) if each in real or _observable(each)]
+            opens, closes = _Whole(*whole, seen).acts
+            around, inside = _Watch(opens, closes, measures), _Watch(_all(opens, before), _all(after, closes), measures)
+            pairs = [(each, inside if each in real else around) for each in seen]
         if settled is not None:
             ending = _Watch(None, partial(_settle, settled, tuple(map(weakref.ref, real))), measures)
-            outer = [each for each in _with_inner(optimizer) if all(each is not inner for inner in real)]
             pairs += [(each, ending) for each in outer if _observable(each)]
     with _LOCK:
         if not _HOOKS:
@@ -227,6 +238,45 @@ def _sum(weight: Tensor) -> tuple[torch.dtype, torch.device, str]:
     return mine.dtype, mine.device, "" if mine.is_meta else repr(mine.detach().sum().item())
 
 
+def _all(*acts: Act | None) -> Act:
+    def act(optimizer: Optimizer) -> None:
+        for each in acts:
+            if each is not None:
+                each(optimizer)
+
+    return act
+
+
+class _Whole:
+    """Acts around the step of a wrapper, or of an optimizer in it that is stepped alone, once for each optimizer."""
+
+    def __init__(self, begin: Act, end: Act, seen: Sequence[Any]) -> None:
+        self._begin, self._end = begin, end
+        self._real = {id(each): [weakref.ref(real) for real in _innermost(each)] for each in seen}
+        self._outermost: int | None = None
+        self._stepped: dict[int, Optimizer] = {}
+
+    @property
+    def acts(self) -> tuple[Act, Act]:
+        return self._open, self._close
+
+    def _open(self, each: Any) -> None:
+        if self._outermost not in (None, id(each)):  # again, where an exception ended its last step
+            return
+        self._outermost, self._stepped = id(each), {}
+        for ref in self._real[id(each)]:
+            if (real := ref()) is not None:
+                self._begin(real)
+
+    def _close(self, each: Any) -> None:
+        if any(ref() is each for ref in self._real[id(each)]):
+            self._stepped[id(each)] = each
+        if self._outermost == id(each):
+            stepped, self._outermost, self._stepped = self._stepped, None, {}
+            for real in stepped.values():
+                self._end(real)
+
+
 def _nothing() -> None:
     """In the place of a reference to one optimizer."""
 
@@ -238,7 +288,7 @@ def _settle(settled: Act, real: Sequence[weakref.ref[Optimizer]], _: Optimizer) 
 
 
 def _observable(wrapper: Any) -> bool:
-    """Whether the end of a wrapper's step is to be observed; makes a step observable that torch does not report."""
+    """Whether a wrapper's step is to be observed; makes a step observable that torch does not report."""
     if is_transparent(wrapper):
         return False
     reported = isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)

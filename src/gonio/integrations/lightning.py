@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError, with_article
 from gonio.measuring import Tracker, check_before_save
 from gonio.measuring.checking.check import Level
+from gonio.penalty import Penalty
 from gonio.surgery import Change, Edited, UndoError
 
 _MARK = "_gonio_penalty"
@@ -65,8 +66,8 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> Edited:
     Lightning treats the sum as the loss: precision, strategies, accumulation of gradients (the whole loss is
     divided, so the penalty counts once per optimizer step). Validation does not change. Values that the module
     logs inside `training_step` are without the penalty, which is logged beside them as `gonio.penalty`. The state of a
-    :class:`gonio.Penalty` (its step, on which schedules and `every` depend) is saved in Lightning's checkpoints and
-    restored when a training resumes.
+    :class:`gonio.Penalty` (its step, on which schedules and `every` depend: that of the optimizer, however many batches
+    it accumulates) is saved in Lightning's checkpoints and restored when a training resumes.
 
     Args:
         module: a LightningModule with automatic optimization.
@@ -76,6 +77,7 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> Edited:
         NotApplicableError: if the module has no `training_step`, or uses manual optimization: add
             `penalty()` to its loss there.
         AlreadyAppliedError: if the module has a penalty already.
+        InvalidArgumentError: for a penalty with `accumulate=`, by which it would be divided twice.
 
     Example:
         >>> class Module(nn.Linear):  # a LightningModule has these two and more
@@ -97,12 +99,49 @@ def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> Edited:
         why = "it uses manual optimization, and its training_step returns no loss to Lightning"
         raise NotApplicableError("add_penalty_", name, why, "Add penalty() to the loss in its training_step.")
     original: Callable[..., Any] = module.training_step  # type: ignore[assignment]
+    by_step = once_per_step(penalty, partial(_global_step, module))
 
     @functools.wraps(original)
     def training_step(*batch: Any, **named: Any) -> Any:
-        return _with(original(*batch, **named), partial(_logged, module, penalty))
+        return _with(original(*batch, **named), partial(_logged, module, by_step))
 
     return with_methods_(module, training_step=training_step, **_state_hooks(module, penalty))
+
+
+def once_per_step(penalty: Callable[[], Tensor], number: Callable[[], int | None]) -> Callable[[], Tensor]:
+    """A penalty whose step goes on with that of a trainer: calls at one number of it are calls of one step.
+
+    Raises: InvalidArgumentError: for a penalty that divides itself by the number of calls, as the trainer does.
+
+    Example:
+        >>> from gonio.integrations.lightning import once_per_step
+        >>> penalty, numbers = gonio.Penalty(nn.Linear(2, 2), [(None, gonio.regularizers.L2(1.0))]), iter([5, 5, 6])
+        >>> by_step = once_per_step(penalty, lambda: next(numbers))
+        >>> values = [by_step() for _ in range(3)]; penalty.step
+        2
+    """
+    if not isinstance(penalty, Penalty):
+        return penalty
+    if penalty.accumulate > 1:
+        needs = "add_penalty_ needs a penalty with accumulate=1, because the trainer divides the loss of micro-batches"
+        raise InvalidArgumentError(needs, f"accumulate={penalty.accumulate}", "Build the penalty without accumulate=.")
+    last: tuple[int | None, int] = None, 0  # the trainer's step, and the penalty's
+
+    def by_step() -> Tensor:
+        nonlocal last
+        now = number()
+        if now is not None and now == last[0]:
+            penalty.step = last[1]
+        last = now, penalty.step
+        return penalty()
+
+    return by_step
+
+
+def _global_step(module: Any) -> int | None:
+    with suppress(AttributeError, RuntimeError):  # no LightningModule, or without a Trainer
+        return None if module.trainer is None else int(module.trainer.global_step)
+    return None
 
 
 def _state_hooks(module: Any, penalty: Any) -> dict[str, Callable[..., None]]:

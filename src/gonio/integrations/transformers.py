@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import GonioWarning, NotApplicableError, import_extra
-from gonio.integrations.lightning import with_methods_
+from gonio.integrations.lightning import once_per_step, with_methods_
 from gonio.measuring import Tracker, check_before_save
 from gonio.measuring.checking.check import Level
 from gonio.surgery import Edited
@@ -29,8 +29,8 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
     loss of a micro-batch by their number (because it is normalised over the whole batch), this function divides the
     penalty. The evaluation loss does not change; the training loss that the Trainer logs includes the penalty, whose
     mean since the last log stands beside it as `gonio_penalty`. The state of a :class:`gonio.Penalty` (its step, on
-    which schedules and `every` depend) is saved in the Trainer's checkpoints as `gonio_penalty.pt`, and restored when a
-    training resumes from one in its `output_dir`.
+    which schedules and `every` depend: that of the optimizer, however many micro-batches it has) is saved in the
+    Trainer's checkpoints as `gonio_penalty.pt`, and restored when a training resumes from one in its `output_dir`.
 
     Args:
         trainer: a Trainer, or a subclass with its own `compute_loss`.
@@ -39,6 +39,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
     Raises:
         NotApplicableError: if the trainer has no `compute_loss`.
         AlreadyAppliedError: if the trainer has a penalty already.
+        InvalidArgumentError: for a penalty with `accumulate=`, by which it would be divided twice.
 
     Example:
         >>> class Trainer:  # transformers.Trainer has these and more
@@ -57,6 +58,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
         raise NotApplicableError("add_penalty_", name, "it has no compute_loss", "Pass a transformers.Trainer.")
     original = trainer.compute_loss
     values: list[Tensor] = []  # since the last log
+    by_step = once_per_step(penalty, lambda: getattr(getattr(trainer, "state", None), "global_step", None))
 
     @functools.wraps(original)
     def _with_penalty(
@@ -65,7 +67,7 @@ def add_penalty_(trainer: Any, penalty: Callable[[], Tensor]) -> Edited:
         found = original(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         if not model.training:
             return found
-        value = penalty()
+        value = by_step()
         values.append(value.detach())
         extra = value / _share(trainer, num_items_in_batch)
         return (found[0] + extra, *found[1:]) if return_outputs else found + extra

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import logging
 import os
 import time
 import warnings
@@ -12,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch.distributed as dist
@@ -23,7 +20,6 @@ from gonio.editing.edit import referrer
 from gonio.editing.steps import watch
 from gonio.editing.where import asked_of, require_model
 from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
-from gonio.escaping import csv_cell, plain
 from gonio.execution import several_ranks
 from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
@@ -37,6 +33,7 @@ from gonio.measuring.showing.training import SECONDS, LivePage, checked_page, tr
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.attention import ATTENTION, AttentionFigures, attention_rows
 from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
+from gonio.measuring.training.loggers import sender_of
 from gonio.measuring.training.shards import SHARDED, ShardSums, divided, local, norms_of_shards
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers
 from gonio.messages import say
@@ -54,8 +51,8 @@ class Tracker:
     costs one :func:`gonio.measure` without a batch, whatever the batch size; `where` makes it cheaper.
 
     With an optimizer, each measured step is also seen as a rotation (:func:`gonio.measuring.step_rotation`):
-    the weights are copied before the optimizer's step and compared after it, with everything that other hooks of the
-    optimizer do (:func:`gonio.hold_`). Rows gain
+    the weights are copied before the optimizer's step and compared after it, with everything that hooks of it
+    (:func:`gonio.hold_`) and wrappers around it (Lookahead, SAM) do. Rows gain
 
     ======================  ================================================================================
     rotation                angle in radians by which the step turned the weight
@@ -83,8 +80,8 @@ class Tracker:
             (TensorBoard), `log_metrics(dict, step=)` (Lightning's loggers, MLflow), `log_metric(tag, value, step=)`
             and `log(dict, step=)` (W&B). Or the path of a CSV file, to which lines are appended, or a function of the
             step and the figures of each layer. Tags are `gonio.FIGURE/LAYER`.
-        optimizer: one, or a list; its steps are counted, so :meth:`step` need not be called. A step that a gradient
-            scaler skips has no row, and neither has one that changes nothing.
+        optimizer: one, wrapped or not, or a list; its steps are counted, so :meth:`step` need not be called. A step
+            that a gradient scaler skips has no row, and neither has one that changes nothing.
         every: number of steps from one measurement to the next. None for 100; with a `page` and one process steps
             within a second of the last measured one are left out, because they would slow fast trainings by over 3 %.
         where: the layers to measure; all by default.
@@ -172,7 +169,7 @@ class Tracker:
         self._live = None if page is None else LivePage(checked_page(page, optimizer))
         self._model, self._every, self._selector = model, every, as_selector(where)
         self._check_selects()
-        optimizers = [] if optimizer is None else checked_optimizers(model, optimizer)
+        watched, optimizers = ([], []) if optimizer is None else checked_optimizers(model, optimizer)
         self._attention = AttentionFigures(model, example) if "attention" in also else None
         self._figures = FIGURES if optimizer is None else TRAINING if figures == "training" else (*FIGURES, *TRAINING)
         self._figures += ATTENTION if self._attention is not None else ()
@@ -189,16 +186,19 @@ class Tracker:
         self.training = StepFigures(model, also) if optimizers else None
         self._counts = dict.fromkeys(map(id, optimizers), 0)
         self._skipped: dict[int, int | Tensor] = dict.fromkeys(self._counts, 0)  # of these counts, not yet taken off
-        self._pause, self._due, self._began = pause, False, dict.fromkeys(self._counts, -inf)
+        self._pause, self._began = pause, dict.fromkeys(self._counts, -inf)
+        self._due, self._open = set[int](), set[int]()  # whose step is measured; whose step has begun
         self._failed, self._gather = False, gather
         self._lacking: set[int] = set()  # loggers whose first error was reported
         self.left_out: dict[str, str] = {}
         self._ends, self._optimizers = [], [type(each).__name__ for each in optimizers]
         refer = referrer(model)
         self._versions = [(refer(p), p._version) for p in model.parameters() if not p.is_inference()]
-        for each in optimizers:
-            acts = [partial(_shielded, weakref.ref(self), act) for act in (Tracker._before, Tracker._after)]
-            self._ends.append(watch(each, before=acts[0], after=acts[1], measures=True, verb="Tracker()"))
+        shielded = partial(partial, _shielded, weakref.ref(self))
+        whole = shielded(Tracker._begin), shielded(Tracker._end)
+        for each in watched:
+            before = shielded(Tracker._before)
+            self._ends.append(watch(each, before=before, whole=whole, measures=True, verb="Tracker()"))
             weakref.finalize(self, self._ends[-1]).atexit = False
         if self._attention is not None:
             weakref.finalize(self, self._attention.end_).atexit = False
@@ -314,7 +314,8 @@ class Tracker:
             if not self._step:
                 return "step() was not called. Call it after each step of the optimizer, or pass optimizer=."
             return f"{self._step} steps were counted, and every={self._every}. Lower every=, or call measure()."
-        name, steps = " and ".join(self._optimizers), max(self._counts.values(), default=0)
+        name = " and ".join(self._optimizers)
+        steps = max((count - (key in self._open) for key, count in self._counts.items()), default=0)
         if not steps:
             changed = any((p := ref()) is not None and p._version != version for ref, version in self._versions)
             if not changed:
@@ -377,20 +378,28 @@ class Tracker:
         self._counts[key] -= skipped
         return not self._counts[key] % self._every and not (skipped and overflow is not None and bool(overflow))
 
-    def _before(self, optimizer: Optimizer) -> None:
-        now = time.monotonic() if self._pause else 0.0
-        self._due = self._multiple(optimizer) and now - self._began[id(optimizer)] >= self._pause
-        if self.training is not None and self._due:
-            self._began[id(optimizer)] = now
+    def _begin(self, optimizer: Optimizer) -> None:
+        key, now = id(optimizer), time.monotonic() if self._pause else 0.0
+        self._counts[key] -= key in self._open  # a wrapper called no step of it, or its step ended by an exception
+        self._open.add(key)
+        due = self._multiple(optimizer) and now - self._began[key] >= self._pause
+        (self._due.add if due else self._due.discard)(key)
+        if self.training is not None and due:
+            self._began[key] = now
             entries = self._entries()
             if self._one:
                 entries = [entries[self._turn % len(entries)]]
                 self._turn += 1
             self.training.copy(entries, optimizer)
 
-    def _after(self, optimizer: Optimizer) -> None:
+    def _before(self, optimizer: Optimizer) -> None:
+        if self.training is not None and id(optimizer) in self._due:
+            self.training.keep_gradients(optimizer)
+
+    def _end(self, optimizer: Optimizer) -> None:
+        self._open.discard(id(optimizer))
         self._step = self._measured = self._counts[id(optimizer)]
-        if self.training is not None and self._due:
+        if self.training is not None and id(optimizer) in self._due:
             taken = self.training.take(optimizer)
             measured = self._measured_with(taken)
             found = {entry.path: measured.get(entry.path, {}) | figures for entry, figures in taken}
@@ -513,88 +522,3 @@ def _figures(t: TensorMeasurement) -> dict[str, float]:
     ends = {"norm_min": quantiles[0], "norm_max": quantiles[-1]}
     values = {name: ends[name] if name in ends else getattr(t, name) for name in FIGURES}
     return {name: float(value) for name, value in values.items() if value is not None}
-
-
-# --- loggers ---------------------------------------------------------------------------------------------------------
-
-Rows = Mapping[str, Mapping[str, float]]
-Send = Callable[[int, Rows], None]  # of the step and, for each layer, its figures by name
-
-
-def sender_of(logger: Any, figures: Sequence[str] = FIGURES) -> Send:
-    """The function that sends figures to a logger: see :class:`Tracker`.
-
-    Raises:
-        InvalidArgumentError: for any other object, and for an existing CSV file with other columns.
-    """
-    if isinstance(logger, (str, os.PathLike)):
-        return _to_csv(_csv_path(Path(logger)).absolute(), figures)
-    if not isinstance(logger, logging.Logger):  # whose log() takes a level and a text
-        for name, send in _METHODS.items():
-            method = getattr(logger, name, None)
-            if callable(method):
-                return partial(send, method)
-        if callable(logger):
-            return logger
-    raise InvalidArgumentError(
-        "a logger has add_scalar, log_metrics, log_metric or log, or is a function or the path of a CSV file",
-        type(logger).__name__,
-        "Pass one of them, for example a function of the step and a dict.",
-    )
-
-
-def _flat(rows: Rows) -> dict[str, float]:
-    """One scalar per tag: `gonio.alignment/layer1.0.conv1`; TensorBoard and W&B make a section of each figure."""
-    return {f"gonio.{name}/{plain(layer)}": value for layer, row in rows.items() for name, value in row.items()}
-
-
-def _add_scalar(method: Callable[..., object], step: int, rows: Rows) -> None:
-    for tag, value in _flat(rows).items():
-        method(tag, value, step)
-
-
-def _log_metric(method: Callable[..., object], step: int, rows: Rows) -> None:
-    for tag, value in _flat(rows).items():
-        method(tag, value, step=step)
-
-
-def _log_all(method: Callable[..., object], step: int, rows: Rows) -> None:
-    method(_flat(rows), step=step)
-
-
-_METHODS = {"add_scalar": _add_scalar, "log_metrics": _log_all, "log_metric": _log_metric, "log": _log_all}
-
-
-def _csv_path(path: Path) -> Path:
-    """The path, if it is one of a CSV file in a folder that exists."""
-    takes = "Tracker(to=) takes the path of a CSV file, a logger or a function"
-    if path.suffix != ".csv":
-        do = "For TensorBoard pass torch.utils.tensorboard.SummaryWriter(), for W&B the run; a path ends in .csv."
-        raise InvalidArgumentError(takes, repr(str(path)), do)
-    if not path.parent.is_dir():
-        raise InvalidArgumentError(takes, f"no folder {str(path.parent)!r} for {path.name!r}", "Create it.")
-    return path
-
-
-def _to_csv(path: Path, figures: Sequence[str]) -> Send:
-    """Append one line per step and layer to a new file, or to an existing one with the same columns."""
-    head = ["step", "layer", *figures]
-    if path.exists() and path.stat().st_size:
-        with path.open(encoding="utf-8", newline="") as file:
-            found = next(csv.reader(file))
-        if found != head:
-            raise InvalidArgumentError(
-                f"the tracker appends to {str(path)!r}, with the columns {', '.join(head)}",
-                f"a file with {', '.join(map(plain, found))}",
-                "Name another file.",
-            )
-    else:
-        path.write_text(",".join(head) + "\n", encoding="utf-8")
-
-    def send(step: int, rows: Rows) -> None:
-        with path.open("a", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            for layer, row in rows.items():
-                writer.writerow([csv_cell(cell) for cell in (step, layer, *(row.get(name) for name in figures))])
-
-    return send

@@ -19,7 +19,7 @@ from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, r
 from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.messages import counted, say
-from gonio.optim.holding import step_of_hold
+from gonio.optim.holding import refuse_averages, step_of_hold
 from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Anatomy, Attention
 from gonio.surgery.observing import (
@@ -119,6 +119,7 @@ def clip_qk_(
     refuse_shards(model, "clip_qk_")
     check_optimizer(optimizer, model, "clip_qk_")
     real = real_optimizers(optimizer, verb="clip_qk_")
+    refuse_averages(optimizer, "clip_qk_")
     found = anatomy(model, example=example)
     chosen, left = _chosen(model, found, parameter_ids(optimizer), where)
     with Edit(model, "clip_qk_") as edit:

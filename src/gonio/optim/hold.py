@@ -15,11 +15,13 @@ from gonio.editing.edit import Edit, Edited, Refer, referrer
 from gonio.editing.steps import (
     check_optimizer,
     expect_steps_,
+    is_transparent,
     parameter_ids,
     per_parameter,
     real_optimizers,
     refuse_kept_list,
     take_out_,
+    with_inner,
 )
 from gonio.editing.where import Where, as_selector, asked_of, sites
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
@@ -27,7 +29,7 @@ from gonio.execution import is_sharded
 from gonio.geometry import Layout
 from gonio.geometry.views import why_not_dense
 from gonio.messages import say
-from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, step_of_hold
+from gonio.optim.holding import STEPS, HeldWeight, Hold, Step, hold_of, refuse_averages, step_of_hold
 from gonio.optim.vectors import NORMS, Norm, Vectors, factors_of
 from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
@@ -129,7 +131,7 @@ def hold_(
         AlreadyAppliedError: if a selected weight is held already.
         NotApplicableError: if a vector is 0 and would stay so; if a learned gain has no effect because of a
             normalisation layer after it; if weight decay cannot be switched off for held weights alone because the
-            optimizer has a schedule already; for shards that cut vectors.
+            optimizer has a schedule already, or is in a wrapper with groups of its own; for shards that cut vectors.
         InvalidArgumentError: for other values of the arguments, and for an optimizer whose steps cannot be observed.
         NormNotHeldError: later, in one of the first steps or in `optimizer.state_dict()`: the norms are not held,
             because something else than an observed step changes the weights.
@@ -166,12 +168,14 @@ def hold_(
     check_arguments(norm, radius, step, magnitude, magnitude_lr)
     check_optimizer(optimizer, model, "hold_")
     real = real_optimizers(optimizer, verb="hold_")
+    refuse_averages(optimizer, "hold_")
     if step == "fixed" and any(group.get("lr") is None for each in real for group in each.param_groups):
         do = "Pass step='free', or an optimizer with a learning rate."
         raise InvalidArgumentError("hold_(step='fixed') needs a learning rate", "a parameter group with lr=None", do)
     refs, left = _chosen(model, parameter_ids(optimizer), where, norm, magnitude)
     if heads is not None:
         refs = [_by_heads(ref, heads) for ref in refs]
+    _refuse_own_groups(optimizer, real, refs, gains=magnitude is not None)
     with Edit(model, "hold_") as edit:
         edit.acts_on = list(real)
         for ref in refs:
@@ -426,6 +430,23 @@ def _learn_magnitudes_(
         if "matrices" in group:  # gains are no matrices for Muon
             options["matrices"] = False
         _new_group_(edit, optimizer, group, parameters, **options)
+
+
+def _refuse_own_groups(optimizer: Any, real: Sequence[Optimizer], refs: Sequence[WeightRef], *, gains: bool) -> None:
+    """Raise for a wrapper with other parameter groups than the optimizer in it, such as ZeroRedundancyOptimizer.
+
+    It sets the options of the inner groups by its own ones in each step, so that a change of the inner ones is lost.
+    """
+    shared = {id(group) for each in real for group in each.param_groups}
+    held = {id(_own(ref)) for ref in refs}
+    for each in [each for each in with_inner(optimizer) if not is_transparent(each)]:
+        own = [group for group in getattr(each, "param_groups", ()) if id(group) not in shared]
+        mine = [group for group in own if any(id(p) in held for p in group["params"])]
+        if mine and (gains or any(float(group.get("weight_decay") or 0) for group in mine)):
+            name = type(each).__name__
+            why = f"the {name} has parameter groups beside those of the optimizer in it, which would differ"
+            do = "Build it with weight_decay=0 for weights that are held, and without magnitude=."
+            raise NotApplicableError("hold_", "", why, do, action="hold weights of")
 
 
 def _stop_decay_(edit: Edit, optimizer: Optimizer, weights: Sequence[HeldWeight]) -> None:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Follower, Ref, follow_
 from gonio.editing.optimizer_states import KEPT_RADIUS
-from gonio.editing.steps import parameter_ids, watch
-from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing
+from gonio.editing.steps import is_transparent, parameter_ids, watch, with_inner
+from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing, with_article
 from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
 
@@ -40,6 +40,7 @@ class HeldWeight:
     had_gradient: bool = False  # before the step: some optimizers clear gradients in it
     version: int = -1
     trained: bool = False  # a step under the hold has changed it
+    total: float | None = None  # the sum of its entries at the last check, if the optimizer does not have it
 
     def moved(self) -> bool:
         """Whether the step may have changed the weight."""
@@ -51,6 +52,11 @@ class HeldWeight:
         norms = self.vectors.norms(self.parameter.detach())
         radius = self.radius.to(norms.device)
         return float(((norms - radius).abs() / radius.clamp_min(torch.finfo(norms.dtype).tiny)).max())
+
+    def changed(self) -> bool:
+        """Whether it has other entries than at the last call, also by what is written through `.data`."""
+        before, self.total = self.total, float(self.parameter.detach().double().sum())
+        return before is not None and self.total != before
 
     @property
     def tolerance(self) -> float:
@@ -96,6 +102,19 @@ def alike_weights(weights: Iterable[HeldWeight]) -> list[list[HeldWeight]]:
             weight.radius = weight.radius.to(weight.parameter.device)
         found.setdefault((weight.radius.device, weight.radius.dtype), []).append(weight)
     return list(found.values())
+
+
+def refuse_averages(optimizer: Any, verb: str) -> None:
+    """Raise for an optimizer with `train()` and `eval()`, which exchange the weights that steps train and an average.
+
+    Schedule-free optimizers and SPlus have them. What is done to the weights after a step is not done to the other
+    ones, among them those that are saved and evaluated.
+    """
+    for each in with_inner(optimizer):
+        if not is_transparent(each) and all(callable(getattr(each, name, None)) for name in ("train", "eval")):
+            asked = f"{verb} needs an optimizer whose steps change the weights that are evaluated"
+            found = f"{with_article(type(each).__name__)}, whose eval() replaces them by an average"
+            raise InvalidArgumentError(asked, found, "Pass one without train() and eval().")
 
 
 class Hold:
@@ -283,9 +302,15 @@ class Hold:
     # a promise that is watched
 
     def _check_held(self) -> None:
-        """After one of the first steps: every weight that it changed has its norm."""
-        for weight in self._active.values():
-            if weight.had_gradient and weight.off() > weight.tolerance:
+        """After one of the first steps: every weight that it changed has its norm, and others do not change.
+
+        Trainers that keep copies of the weights (DeepSpeed) put these into the groups, and write to the weights later.
+        """
+        given = self._given()
+        known = set().union(*map(parameter_ids, [*self._optimizers(), *([] if given is None else [given])]))
+        for key, weight in self._active.items():
+            copied = key not in known and weight.there() is weight.parameter and weight.changed()
+            if copied or (weight.had_gradient and weight.off() > weight.tolerance):
                 raise NormNotHeldError(
                     weight.label,
                     "its norm changed in a step, which did not reach it in the parameter groups of the optimizer",

@@ -46,8 +46,8 @@ class Penalty:
     A penalty that was not called in the first ten steps of an optimizer of its weights warns once.
 
     Under ``torch.amp.GradScaler`` the penalty is scaled with the loss that it is part of. Under gradient
-    accumulation either divide the whole loss, penalty included, by the number of micro-batches, or divide
-    only the loss and set ``accumulate=``.
+    accumulation either divide the whole loss, penalty included, by the number of micro-batches (schedules and
+    `every` then count these), or divide only the loss and set ``accumulate=``.
 
     Args:
         model: not changed, but for forward hooks on the layers whose outputs are read.
@@ -110,6 +110,15 @@ class Penalty:
     def step(self) -> int:
         """The optimizer step that the next call belongs to, counted from 0."""
         return self._calls // self._accumulate
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._calls = number * self._accumulate
+
+    @property
+    def accumulate(self) -> int:
+        """Calls per optimizer step."""
+        return self._accumulate
 
     def __call__(self) -> Tensor:
         """The penalty of this step, a scalar to be added to the loss.

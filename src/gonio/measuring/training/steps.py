@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.steps import computes_gradients, parameter_ids, real_optimizers
+from gonio.editing.steps import computes_gradients, inner_optimizers, parameter_ids, real_optimizers
 from gonio.errors import InvalidArgumentError, with_article
 from gonio.geometry import matrix_view
 from gonio.measuring.figures.moments import Moments, StateMeasurement, StateSums, state_row, state_sums
@@ -42,11 +42,12 @@ def check_also(also: Also) -> None:
         raise InvalidArgumentError(f"Tracker(also=) takes {', '.join(ALSO)}", repr(also), "Pass a tuple of them.")
 
 
-def checked_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
-    """The optimizers as a list, without their wrappers.
+def checked_optimizers(model: nn.Module, optimizer: Any) -> tuple[list[Any], list[Optimizer]]:
+    """The optimizers as they were given, each of which contains one that no other has, and those in them.
 
     Raises:
-        InvalidArgumentError: for other objects, and optimizers of another model.
+        InvalidArgumentError: for other objects, optimizers of another model, and wrappers that divide the parameters
+            over processes.
     """
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     known = {id(p) for p in model.parameters()}
@@ -58,7 +59,16 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> list[Optimizer]:
             do = "Pass the optimizer that trains this model."
             found = f"{with_article(type(each).__name__)} of other parameters"
             raise InvalidArgumentError("Tracker(optimizer=) trains the model's parameters", found, do)
-    return list({id(real): real for each in given for real in real_optimizers(each, verb="Tracker()")}.values())
+    watched, real = list[Any](), dict[int, Optimizer]()
+    for each in sorted(given, key=lambda each: not inner_optimizers(each)):
+        inner = {id(one): one for one in real_optimizers(each, verb="Tracker()")}
+        if elsewhere := len(parameter_ids(each) - set[int]().union(*map(parameter_ids, inner.values()))):
+            found = f"{with_article(type(each).__name__)}, {elsewhere} of whose parameters other optimizers step"
+            do = "Leave optimizer= out, and call step() after each step."
+            raise InvalidArgumentError("Tracker(optimizer=) measures the steps of one process", found, do)
+        watched += [] if inner.keys() <= real.keys() else [each]
+        real |= inner
+    return watched, list(real.values())
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
@@ -94,24 +104,38 @@ class StepFigures:
         self.predictions: dict[str, Equilibrium] = {}
         self.diverged: frozenset[str] = frozenset()
         self._model, self._also = model, frozenset(also)
-        self._copies: list[tuple[TensorEntry, Tensor]] = []
+        self._copies: dict[int, list[tuple[TensorEntry, Tensor]]] = {}  # by optimizer
         self._initial: dict[str, Tensor] = {}
         self._gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._states: dict[str, _State] = {}
 
     @torch.no_grad()
     def copy(self, entries: Sequence[TensorEntry], optimizer: Optimizer) -> None:
-        """Copy the weights that the optimizer is about to change; of gradients the squares of this process's shard."""
+        """Copy the weights that the optimizer is about to change."""
         parameters = self._parameters()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = [entry for entry in entries if any(id(p) in held for p in parameters(entry))]
-        self._copies = [(entry, weight.detach().clone()) for entry in mine if (weight := entry.read()) is not None]
-        if "gradient" in self._also and not computes_gradients(optimizer):  # some optimizers change it in their step
-            self._keep_gradients(mine, parameters, optimizer)
+        copies = [(entry, weight.detach().clone()) for entry in mine if (weight := entry.read()) is not None]
+        self._copies[id(optimizer)] = copies
         if "initial_angle" in self._also:
-            for entry, weight in self._copies:
+            for entry, weight in copies:
                 if entry.path not in self._initial:
                     self._initial[entry.path] = local(weight).to("cpu", copy=True)
+
+    @torch.no_grad()
+    def keep_gradients(self, optimizer: Optimizer, *, at_end: bool = False) -> None:
+        """Of the gradients of copied weights the squares of this process's shard, without a scaler's factor.
+
+        Those of a closure are known at the end of the step; others at its start, because some optimizers change them.
+        """
+        if "gradient" not in self._also or computes_gradients(optimizer) is not at_end:
+            return
+        parameters = self._parameters()
+        scale = getattr(optimizer, "grad_scale", None)  # left by torch's scaler to a fused optimizer while it steps
+        factor = 1.0 if scale is None else float(scale) ** -2
+        for entry, _ in self._copies.get(id(optimizer), ()):
+            found = _squares_of_gradients(parameters(entry))
+            self._gradients[entry.path] = [(like, factor * squares) for like, squares in found]
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer) -> list[tuple[TensorEntry, Figures]]:
@@ -123,10 +147,10 @@ class StepFigures:
         waiting: list[tuple[TensorEntry, dict[str, Sums], Equilibrium, float | None]] = []
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._states = {}
-        if "gradient" in self._also and computes_gradients(optimizer):
-            self._keep_gradients([entry for entry, _ in self._copies], parameters, optimizer)
-        while self._copies:
-            entry, before = self._copies.pop(0)
+        self.keep_gradients(optimizer, at_end=True)
+        copies = self._copies.pop(id(optimizer), [])
+        while copies:
+            entry, before = copies.pop(0)
             after = entry.read()
             if after is not None and after.shape == before.shape:
                 largest = max((p for p in parameters(entry) if id(p) in groups), key=Tensor.numel)
@@ -140,16 +164,6 @@ class StepFigures:
         if not any(float(sums["step"]()[1]) for _, sums, _, _ in waiting):  # NaN counts as a change
             return []
         return [(entry, self._figures(entry, sums, prediction, rate)) for entry, sums, prediction, rate in waiting]
-
-    def _keep_gradients(
-        self, entries: Sequence[TensorEntry], parameters: Callable[[TensorEntry], list[Tensor]], optimizer: Optimizer
-    ) -> None:
-        """The squares of the gradients, without the factor that a gradient scaler leaves to a fused optimizer."""
-        scale = getattr(optimizer, "grad_scale", None)  # set by torch's scaler while the optimizer steps
-        factor = 1.0 if scale is None else float(scale) ** -2
-        for entry in entries:
-            found = _squares_of_gradients(parameters(entry))
-            self._gradients[entry.path] = [(like, factor * squares) for like, squares in found]
 
     def _sums(self, entry: TensorEntry, before: Tensor, after: Tensor, total: ShardSums) -> dict[str, Sums]:
         """The sums of one step, of its rows and of the gradient, added later."""
