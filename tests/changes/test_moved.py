@@ -51,6 +51,16 @@ def test_a_copied_layer_is_named_and_the_layer_that_was_copied_is_equal() -> Non
     assert told(base, in_order(base, [0, 1, 2, 2])) == {"h.3.fc.weight": ("moved", "h.2.fc.weight")}
 
 
+def test_a_model_without_one_of_its_layers() -> None:
+    """The last layer has the values of one that is gone."""
+    base = layers()
+    shorter = {name: value for name, value in in_order(base, [0, 2, 3, 3]).items() if not name.startswith("h.3")}
+    assert told(base, shorter) == {
+        "h.1.fc.weight": ("moved", "h.2.fc.weight"),
+        "h.2.fc.weight": ("moved", "h.3.fc.weight"),
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_that_are_rounded_too(dtype: torch.dtype) -> None:
     base = layers()

@@ -27,6 +27,8 @@ def with_origins(
     far = [row for row in rows if (row.relative or 0.0) > FAR and len(row.shape) > 1]
     shapes = {row.shape for row in far}
     known = [(row.norm, row.shape, row.name) for row in rows if row.norm and row.shape in shapes]
+    gone = [row.name for row in rows if row.norm is None and row.name in held and held[row.name].shape in shapes]
+    known += [(norm_of(before), tuple(before.shape), name) for name, before in _loaded(gone, held)]
     found = {row.name: name for row in far if (name := _origin(row, known, held, model))}
     return [replace(row, moved_from=found[row.name]) if row.name in found else row for row in rows]
 

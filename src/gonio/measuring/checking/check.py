@@ -389,8 +389,8 @@ def _fingerprints(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[st
 def _changes(tensors: tuple[TensorCheck, ...], known: dict[str, tuple[Any, ...]]) -> Iterator[Problem]:
     """What differs from the fingerprints; a tensor that was not read differs by its header only.
 
-    Of a tensor that is new or changed its values may be those that another name had, unless many tensors have them, as
-    those of one value.
+    The values of a new or changed tensor may be those that another name had. Of a tensor whose entries are all one
+    number that tells nothing.
     """
     names_of = {values: name for name, values in reversed(known.items())}
     for t in tensors:

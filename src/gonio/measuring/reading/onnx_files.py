@@ -218,17 +218,20 @@ def _values(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None,
 
     References: [1] ONNX, docs/Operators.md, DequantizeLinear.
     """
-    numbers = codes.load().float().double() if codes.dtype.startswith("float8") else codes.load().double()
+
+    def numbers(part: StoredTensor) -> Tensor:
+        held = part.load()
+        return (held.float() if part.dtype.startswith("float8") else held).double()
 
     def spread(part: StoredTensor) -> Tensor:
-        held = part.load().float().double() if part.dtype.startswith("float8") else part.load().double()
+        held = numbers(part)
         if part.entries == 1 and not size:
             return held.reshape(())
         if size:
             return held.repeat_interleave(size, axis).narrow(axis, 0, codes.shape[axis])
         return held.reshape(-1, *[1] * (len(codes.shape) - axis - 1))
 
-    shifted = numbers if zero is None else numbers - spread(zero)
+    shifted = numbers(codes) if zero is None else numbers(codes) - spread(zero)
     return (shifted * spread(scale)).float()
 
 
