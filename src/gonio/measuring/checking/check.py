@@ -257,8 +257,7 @@ def check(
     if jobs < 1:
         raise InvalidArgumentError("check(jobs=) takes a number of threads", f"{jobs}", "Pass 1 or more.")
     known = None if against is None else _fingerprints(against)
-    held = inventory(source)
-    held = replace(held, places=with_codes(held.places))
+    held = with_codes(inventory(source))
     contents = _contents(held)
     if describe is not None:
         describe(contents)

@@ -143,13 +143,13 @@ def vectors_of(found: Inventory) -> dict[str, tuple[tuple[int, ...], Callable[[]
     return {place.name: (place.shape, partial(_values, place)) for place in own}
 
 
-def with_codes(places: Sequence[Place]) -> tuple[Place, ...]:
-    """The places, with those of floats that are packed codes: their weight has another number of entries.
+def with_codes(found: Inventory) -> Inventory:
+    """What was found, with the places of floats that are packed codes: their weight has another number of entries.
 
     bitsandbytes packs 4-bit codes into the dtype of the other weights (`bnb_4bit_quant_storage`), so that FSDP can
     join them; as floats, such bits may be NaN.
     """
-    own = {place.name: place for place in places if not (place.beside or place.reason)}
+    own = {place.name: place for place in found.places if not (place.beside or place.reason)}
     suspects = [name for name in own if name.endswith(ENDINGS)]
     stored = {
         name: StoredTensor(place.shape, place.dtype, partial(_stored, place)) for name, place in own.items() if suspects
@@ -161,7 +161,8 @@ def with_codes(places: Sequence[Place]) -> tuple[Place, ...]:
         floats = dtype is not None and dtype.is_floating_point
         if floats and weight.stored is not None and weight.stored.entries != first.entries:
             codes.add(weight.parts[0])
-    return tuple(replace(one, values=CODES) if one.name in codes and not one.beside else one for one in places)
+    coded = (replace(one, values=CODES) if one.name in codes and not one.beside else one for one in found.places)
+    return replace(found, places=tuple(coded))
 
 
 def _stored(place: Place) -> Tensor:

@@ -27,8 +27,7 @@ from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
 from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, state_in
-from gonio.messages import say
+from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, of_states, state_in
 
 METADATA = ".metadata"
 MOST_PIECES = 1 << 16  # of one tensor; as many as there are ranks
@@ -303,8 +302,7 @@ def _sorted_out(
     optimizers = [raw.place for raw in found_states]
     mcore = [name for name in dims if name.startswith(_OF_MCORE)] if of_mcore else []
     notes = [f"{len(mcore)} tensors of the optimizer are not weights"] if mcore else []
-    said = say("the state of an optimizer, not weights: {names}", names=listing(optimizers, limit=4))
-    notes += [said] if optimizers else []
+    notes += of_states(optimizers)
     objects = len(others) - len(lost) - len(folder.read)
     notes += [f"objects that are not read: {objects}"] if objects else []
     try:

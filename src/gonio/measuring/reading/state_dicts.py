@@ -285,7 +285,10 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
 
 def with_states(opened: Opened, places: Sequence[str]) -> Opened:
     """What was opened, with a note on the places that hold states of optimizers, which are read as such."""
-    if not places:
-        return opened
-    names = listing([plain(place) for place in places], limit=4)
-    return replace(opened, notes=(*opened.notes, say("the state of an optimizer, not weights: {names}", names=names)))
+    return replace(opened, notes=(*opened.notes, *of_states([plain(place) for place in places])))
+
+
+def of_states(names: Sequence[str]) -> list[Message]:
+    """The note on states of optimizers under these names; none without a name."""
+    said = say("the state of an optimizer, not weights: {names}", names=listing(names, limit=4))
+    return [said] if names else []
