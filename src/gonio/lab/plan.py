@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -24,7 +24,8 @@ from gonio.seeding import derive_seed
 
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
 _MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
-ATTACKS = ("noise", "transfer", "fgsm", "pgd", "smoothed")  # of each trained model, if it is attacked
+Attack = Literal["noise", "transfer", "fgsm", "pgd", "smoothed"]
+ATTACKS: tuple[Attack, ...] = get_args(Attack)  # of each trained model, if it is attacked
 VERBS = ("init", "swap", "parametrize", "penalty")
 PARTS = ("optimizer", "hold", "clip_qk")  # of a recipe; each is one mapping
 # Fields that older plans lack. At these values they do not enter the hash.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gonio import errors
 from gonio.geometry import angles, filter_norms, layout_of, matrix_view
 from gonio.lab.plan import CLOSED
+from gonio.parametrizations.checkpoints import weight_by_hook
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 ANGLE_EDGES = tuple(range(0, 181, 2))  # degrees; the same for every layer, run and study
@@ -117,7 +118,11 @@ class RunRecord:
 
     @property
     def refused(self) -> bool:
-        """Whether gonio refused the run, as it would again; a failure of other code can pass."""
+        """Whether gonio refused the run, as it would again; a failure of other code can pass.
+
+        The error begins with the name of its class; classes that are neither of Python nor of gonio have their module
+        before it.
+        """
         return self.status == "failed" and (self.error or "").partition(":")[0] in errors.__all__
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,15 +149,23 @@ def filter_summary(model: nn.Module) -> dict[str, Any]:
         >>> found["norms"][0], found["norms"][-1], sum(found["angle_counts"])
         (1.0, 3.0, 3)
     """
+    layers = {
+        path: _summary_of(*_weight_and_matrices(module))
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    }
     return {
-        "layers": {
-            path: _summary_of(module.weight, matrix_view(module.weight, layout_of(module)).double().cpu())
-            for path, module in model.named_modules()
-            if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
-        },
+        "layers": layers,
         "norm_quantiles": list(QUANTILES),
         "angle_edges": list(ANGLE_EDGES),
     }
+
+
+def _weight_and_matrices(layer: nn.Linear | nn.modules.conv._ConvNd) -> tuple[Tensor, Tensor]:
+    """The weight that the next forward uses, and its matrices in float64."""
+    computed = weight_by_hook(layer)
+    weight = layer.weight if computed is None else computed
+    return weight, matrix_view(weight, layout_of(layer)).double().cpu()
 
 
 def _summary_of(weight: Tensor, matrices: Tensor) -> dict[str, Any]:

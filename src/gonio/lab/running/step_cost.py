@@ -77,8 +77,7 @@ def step_costs(
         reason in place of figures.
 
     Raises:
-        InvalidArgumentError: if the model cannot be trained on the example.
-        UnknownNameError: for an unknown optimizer.
+        InvalidArgumentError: if the model cannot be trained on the example; for an unknown optimizer.
 
     Example:
         >>> from gonio.lab.running.step_cost import step_costs

@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from gonio.errors import GonioError
 from gonio.execution import device_of
 from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
 from gonio.lab.record import RunRecord, filter_summary
@@ -267,8 +268,10 @@ class Average:
     def in_place(self) -> Iterator[None]:
         """The averages as the parameters of the model, for the block."""
         self._exchange()
-        yield
-        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -439,7 +442,9 @@ def guarded(record: RunRecord, function: Callable[[], RunRecord]) -> dict[str, A
         record = function()
     except (Exception, SystemExit) as error:  # an exception of a user's model or a recipe concerns this run only
         where = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        kind, plain = type(error), type(error).__module__ == "builtins" or isinstance(error, GonioError)
+        name = kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+        text = f"{name}: {error}"[:_LONGEST_ERROR]
         record = replace(record, error=f"{text} ({Path(where.filename).name}:{where.lineno})")
     record = replace(record, seconds=time.process_time() - started)
     return {"record": record.to_dict(), "versions": dict(installed_versions())}

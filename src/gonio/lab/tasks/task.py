@@ -236,16 +236,25 @@ class LoaderSet(_Unloaded):
             batches = iter(self._loader(size))
         for number in range(self.steps(size, smallest=smallest)):
             with seeded(derive_seed(seed, "loader", epoch, number)):
-                batch = _pair(next(batches))
-            yield batch
+                batch = next(batches, None)
+            if batch is None:
+                raise _unpaired("a DataLoader with fewer batches than its length", "Give its data set a right length.")
+            inputs, targets = _pair(batch)
+            if len(targets) >= smallest:
+                yield inputs, targets
 
     def steps(self, size: int, *, smallest: int) -> int:
+        loader = self._loader(size)
         try:
-            return len(self._loader(size))
+            count = len(loader)
         except TypeError as error:
             raise _unpaired(
                 "a DataLoader without a length, which a schedule needs", "Give its data set a length."
             ) from error
+        if loader.batch_size is None or loader.drop_last or isinstance(loader.dataset, IterableDataset):
+            return count
+        last = len(loader.sampler) - loader.batch_size * (count - 1)  # type: ignore[arg-type]
+        return count - (last < smallest)
 
     def in_order(self, size: int, *, workers: int = 0) -> Iterator[Batch]:
         raise _unpaired("a function for a split that is judged", "Give its data set, or a gonio.lab.Split.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,12 @@ from gonio.lab.running.measures import FinishedRun, measure
 from gonio.lab.running.measures.scale import PROBES, weights_of
 from gonio.surgery.facts import facts_of
 
+Read = Literal["weights", "outputs"]
+Layers = Literal["conv", "linear"]
+
 
 @measure("degrees")
-def angle_bias(run: FinishedRun, *, read: str = "weights", layers: str = "conv", skip: int = 1) -> float:
+def angle_bias(run: FinishedRun, *, read: Read = "weights", layers: Layers = "conv", skip: int = 1) -> float:
     """Distance of the mean angle between filters from 90 degrees, averaged over the layers.
 
     Args:
@@ -29,21 +32,21 @@ def angle_bias(run: FinishedRun, *, read: str = "weights", layers: str = "conv",
 
 
 @measure("degrees")
-def angle_spread(run: FinishedRun, *, read: str = "weights", layers: str = "conv", skip: int = 1) -> float:
+def angle_spread(run: FinishedRun, *, read: Read = "weights", layers: Layers = "conv", skip: int = 1) -> float:
     """Standard deviation of the angles between the filters of a layer, averaged over the layers."""
     found = _layer_angles(run, read, layers, skip)
     return sum(float(angle.std()) for angle in found) / len(found)
 
 
 @measure("degrees")
-def angle_error(run: FinishedRun, *, layers: str = "conv", skip: int = 1) -> float:
+def angle_error(run: FinishedRun, *, layers: Layers = "conv", skip: int = 1) -> float:
     """Mean distance of the angles read from outputs to those of the weights: 0 for inputs of all directions alike."""
-    seen, exact = (_layer_angles(run, read, layers, skip) for read in ("outputs", "weights"))
+    seen, exact = _layer_angles(run, "outputs", layers, skip), _layer_angles(run, "weights", layers, skip)
     return sum(float((a - b).abs().mean()) for a, b in zip(seen, exact, strict=True)) / len(exact)
 
 
 @torch.no_grad()
-def _layer_angles(run: FinishedRun, read: str, layers: str, skip: int) -> list[Tensor]:
+def _layer_angles(run: FinishedRun, read: Read, layers: Layers, skip: int) -> list[Tensor]:
     """The pairwise angles of each chosen layer in degrees; the classifier, the last linear layer, is left out."""
     modules = [module for module, _ in weights_of(run.model)]
     convs = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]

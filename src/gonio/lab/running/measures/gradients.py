@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from itertools import islice
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from gonio.models.built_in import Residual
 
 @measure("decades")
 @torch.no_grad()
-def lipschitz_bound(run: FinishedRun, *, norm: str = "spectral") -> float:
+def lipschitz_bound(run: FinishedRun, *, norm: Literal["spectral", "frobenius"] = "spectral") -> float:
     """Decades of the product of all layers' norms, which bounds the gradient of the logits by the input.
 
     A residual block counts with 1 + the product of its branch. For chains of linear and convolutional layers, such
@@ -60,7 +61,7 @@ def input_gradient(run: FinishedRun) -> float:
 
 
 @measure("decades")
-def lipschitz_slack(run: FinishedRun, *, norm: str = "spectral") -> float:
+def lipschitz_slack(run: FinishedRun, *, norm: Literal["spectral", "frobenius"] = "spectral") -> float:
     """Decades by which the product of the layers' norms exceeds the largest gradient over test examples."""
     return lipschitz_bound(run, norm=norm) - input_gradient(run)
 

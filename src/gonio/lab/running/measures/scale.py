@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ def weights_of(model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
 
 @measure("%")
 @torch.no_grad()
-def penalty_change(run: FinishedRun, *, penalty: str = "l2", move: str = "balance") -> float:
+def penalty_change(
+    run: FinishedRun, *, penalty: Literal["l2", "log"] = "l2", move: Literal["balance", "shift"] = "balance"
+) -> float:
     """Change of a penalty on all weights in percent, when scale is moved between the layers of the trained model.
 
     The outputs in float64 must stay the same to 1e-9, or the run fails.
@@ -75,7 +77,9 @@ def int8_accuracy(run: FinishedRun, *, spread: float = 0.0, balance: bool = Fals
 
 @measure("%", worst=100.0, better="min")
 @torch.no_grad()
-def int4_cost(run: FinishedRun, *, axes: str = "own", turn: bool = False, bits: int = 4) -> float:
+def int4_cost(
+    run: FinishedRun, *, axes: Literal["own", "principal"] = "own", turn: bool = False, bits: int = 4
+) -> float:
     """By how much rounding to integers raises the loss, as a share of what it does with outlier channels.
 
     Every linear layer has one scale per tensor; gains of norms are folded into the layers first. The loss is that of
@@ -165,7 +169,7 @@ def shift_deviation(run: FinishedRun) -> float:
 
 
 @measure("%", start=True)
-def rectified_deviation(run: FinishedRun, *, biases: str = "kept") -> float:
+def rectified_deviation(run: FinishedRun, *, biases: Literal["kept", "zero"] = "kept") -> float:
     """Largest change of the outputs, in percent, when every convolution becomes the operator ‖w‖‖x‖·max(0, cos θ).
 
     Args:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+from gonio.lab.plan import Attack
 from gonio.lab.running.measures import FinishedRun, measure
 from gonio.lab.running.training import batches, evaluate, fit
 from gonio.lab.tasks.task import Batch, Examples
@@ -57,7 +58,7 @@ def curve_roughness(run: FinishedRun) -> float:
 
 
 @measure("%", worst=0.0, better="max", kind="training")
-def calibrated_accuracy(run: FinishedRun, *, average: str = "moving") -> float:
+def calibrated_accuracy(run: FinishedRun, *, average: Literal["moving", "batches"] = "moving") -> float:
     """Accuracy with statistics of the normalisation that are `moving` averages or averages over `batches`."""
     if average == "batches":
         standardised = [run.task.outputs(nn.Identity(), inputs) for inputs, _ in first_epoch(run)]
@@ -66,7 +67,7 @@ def calibrated_accuracy(run: FinishedRun, *, average: str = "moving") -> float:
 
 
 @measure("%", worst=0.0, better="max", attacked=True)
-def robust_accuracy(run: FinishedRun, *, attack: str = "worst") -> float:
+def robust_accuracy(run: FinishedRun, *, attack: Attack | Literal["worst"] = "worst") -> float:
     """Accuracy on attacked test examples; `worst` counts an example as correct only if no attack misled the model."""
     return float(run.robustness[attack])
 
