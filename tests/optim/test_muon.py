@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -196,7 +197,7 @@ def test_held_weights_with_gains_train_by_muon() -> None:
 def test_errors() -> None:
     with pytest.raises(InvalidArgumentError, match=r"at least 2 dimensions as matrices; found one of shape \(3,\)"):
         Muon([nn.Parameter(torch.ones(3))])
-    with pytest.raises(InvalidArgumentError, match=r"Muon\(lr=\) is not negative; found -1"):
+    with pytest.raises(InvalidArgumentError, match=r"Muon\(lr=\) is finite and not negative; found -1"):
         Muon([nn.Parameter(torch.ones(3, 3))], lr=-1)
     with pytest.raises(InvalidArgumentError, match=r"adjust_lr_fn=\) is one of original, match_rms_adamw; found 'x'"):
         Muon([nn.Parameter(torch.ones(3, 3))], adjust_lr_fn="x")
@@ -212,3 +213,30 @@ def test_sparse_gradients_are_refused_before_anything_is_changed() -> None:
     ):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": math.nan},
+        {"weight_decay": math.inf},
+        {"betas": (2.0, -1.0)},
+        {"ns_steps": -3},
+        {"eps": -1.0},
+        {"eps": 0.0},
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused(wrong) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"Muon\({next(iter(wrong))}=\)"):
+        Muon([nn.Parameter(torch.ones(3, 3))], **wrong)
+
+
+def test_parameters_of_one_size_on_two_devices() -> None:
+    here, there = nn.Parameter(seeded(3, 3)), nn.Parameter(torch.empty(3, 3, device="meta"))
+    alone = nn.Parameter(here.detach().clone())
+    for parameters in ([here, there], [alone]):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        Muon(parameters).step()
+    assert torch.equal(here, alone)

@@ -211,7 +211,7 @@ def test_refusals() -> None:
         gonio.param_groups(wide, 0.1, lr=0.1)  # type: ignore[call-overload]
     with pytest.raises(InvalidArgumentError, match=r"mup=True or matrices=True; found both"):
         gonio.param_groups(wide, matrices=True, mup=True, base=narrow, lr=0.1)  # type: ignore[call-overload]
-    with pytest.raises(InvalidArgumentError, match=r"needs weight_decay >= 0"):
+    with pytest.raises(InvalidArgumentError, match=r"needs a finite weight_decay >= 0"):
         gonio.param_groups(wide, -1.0, mup=True, base=narrow, lr=0.1)
 
 

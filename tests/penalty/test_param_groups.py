@@ -101,7 +101,7 @@ def test_scale_that_a_penalty_holds_does_not_decay_as_well() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"needs weight_decay >= 0"):
+    with pytest.raises(InvalidArgumentError, match=r"needs a finite weight_decay >= 0"):
         param_groups(network(), -1.0)
     with pytest.raises(InvalidArgumentError, match=r"needs parameters that train"):
         param_groups(network().requires_grad_(False), 0.1)

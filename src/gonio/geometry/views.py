@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -62,6 +63,8 @@ class Layout:
 
 
 PLAIN = Layout()
+_OF_GATES = re.compile(r"weight_(ih|hh)(_l\d+(_reverse)?)?")
+_OF_PROJECTION = re.compile(r"weight_hr_l\d+(_reverse)?")
 
 
 def layout_of(module: nn.Module, name: str = "weight") -> Layout:
@@ -80,10 +83,10 @@ def layout_of(module: nn.Module, name: str = "weight") -> Layout:
     is_weight = name == "weight"
     if isinstance(module, nn.MultiheadAttention) and name in ATTENTION:
         return Layout(blocks=ATTENTION[name])
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and name.startswith(("weight_ih", "weight_hh")):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and _OF_GATES.fullmatch(name):
         gates = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
         return Layout(blocks=next((n for kind, n in gates.items() if isinstance(module, kind)), 1))
-    if isinstance(module, nn.LSTM) and name.startswith("weight_hr"):  # its output projection
+    if isinstance(module, nn.LSTM) and _OF_PROJECTION.fullmatch(name):  # its output projection
         return PLAIN
     if is_weight and isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag)):
         return PLAIN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, ClassVar, overload
 
 import torch
@@ -79,8 +79,15 @@ class Muon(Optimizer):
     ) -> None:
         values = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "others_lr": others_lr}
         for name, value in values.items():
-            if float(value) < 0:
-                raise InvalidArgumentError(f"Muon({name}=) is not negative", f"{value}", "Pass 0 or more.")
+            if not 0 <= float(value) < inf:
+                raise InvalidArgumentError(f"Muon({name}=) is finite and not negative", f"{value}", "Pass 0 or more.")
+        for beta in betas:
+            if not 0 <= beta < 1:
+                raise InvalidArgumentError("Muon(betas=) are at least 0 and below 1", f"{betas}", "Change them.")
+        if ns_steps < 1:
+            raise InvalidArgumentError("Muon(ns_steps=) takes steps", f"{ns_steps}", "Pass 1 or more.")
+        if not 0 < eps < inf:
+            raise InvalidArgumentError("Muon(eps=) is positive and finite", f"{eps}", "Leave it out for 1e-7.")
         if adjust_lr_fn is not None and adjust_lr_fn not in ADJUSTMENTS:
             known = ", ".join(ADJUSTMENTS)
             raise InvalidArgumentError(f"Muon(adjust_lr_fn=) is one of {known}", repr(adjust_lr_fn), "Choose one.")
@@ -217,9 +224,9 @@ def _refusal(group: dict[str, Any]) -> InvalidArgumentError | None:
 
 def _orthogonal(stacks: Sequence[Tensor], coefficients: Coefficients, steps: int, eps: float) -> Any:
     """For each stack of matrices their approximate polar factors in bfloat16; stacks of one size in one batch."""
-    sizes: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[tuple[torch.device, int, int], list[int]] = {}
     for index, stack in enumerate(stacks):
-        sizes.setdefault((stack.shape[1], stack.shape[2]), []).append(index)
+        sizes.setdefault((stack.device, stack.shape[1], stack.shape[2]), []).append(index)
     found: dict[int, Tensor] = {}
     for members in sizes.values():
         joined = torch.cat([stacks[i].bfloat16() for i in members])

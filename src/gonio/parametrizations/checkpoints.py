@@ -7,11 +7,13 @@ other format is converted to its effective weight, to which the parametrization 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -212,10 +214,11 @@ def over_spectral_norm(original: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def weight_by_hook(module: nn.Module, name: str = "weight") -> Tensor | None:
-    """The weight that a hook of ``torch.nn.utils.weight_norm`` or ``spectral_norm`` computes before a forward; or None.
+    """The weight that a hook of ``torch.nn.utils`` computes before a forward; None if there is no such hook.
 
-    The attribute ``module.weight`` is the value of the last forward, which is outdated after a load or a step. This is
-    computed from the Parameters, differentiably; a spectral norm has the vectors that it stores.
+    The hooks are those of ``weight_norm``, ``spectral_norm`` and ``prune``. The attribute ``module.weight`` is the
+    value of the last forward, which is outdated after a load or a step. This is computed from the Parameters,
+    differentiably; a spectral norm has the vectors that it stores.
 
     Example:
         >>> layer = torch.nn.utils.spectral_norm(nn.Linear(4, 3)).eval()
@@ -227,9 +230,18 @@ def weight_by_hook(module: nn.Module, name: str = "weight") -> Tensor | None:
         >>> torch.allclose(weight, layer.weight)  # after the forward
         True
     """
+    made = weights_of_hooks(module).get(name)
+    return None if made is None else made()
+
+
+def weights_of_hooks(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """For each weight that such a hook renews before a forward, a function that computes it and changes nothing."""
+    made: dict[str, Callable[[], Tensor]] = {}
     for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, (WeightNorm, SpectralNorm)) and hook.name == name:
-            options = {} if isinstance(hook, WeightNorm) else {"do_power_iteration": False}
-            weight: Tensor = hook.compute_weight(module, **options)
-            return weight
-    return None
+        if isinstance(hook, WeightNorm):
+            made[hook.name] = partial(hook.compute_weight, module)
+        elif isinstance(hook, SpectralNorm):
+            made[hook.name] = partial(hook.compute_weight, module, do_power_iteration=False)
+        elif isinstance(hook, BasePruningMethod):
+            made[hook._tensor_name] = partial(hook.apply_mask, module)
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -74,7 +75,8 @@ def decay_groups(model: nn.Module, weight_decay: float, *, penalty: Penalty | No
         penalty: weights under its terms on scale (`L2`, `ScaleShift`) do not decay as well.
 
     Raises:
-        InvalidArgumentError: if weight_decay is negative, or the model has nothing to train or lazy parameters.
+        InvalidArgumentError: if weight_decay is negative or not finite, or the model has nothing to train or lazy
+            parameters.
 
     Example:
         >>> from gonio.penalty import decay_groups
@@ -102,9 +104,10 @@ def decay_groups(model: nn.Module, weight_decay: float, *, penalty: Penalty | No
 
 
 def check_decay(weight_decay: float | None) -> None:
-    """Raise for a negative weight decay."""
-    if weight_decay is not None and weight_decay < 0:
-        raise InvalidArgumentError("param_groups() needs weight_decay >= 0", f"{weight_decay}", "0 decays nothing.")
+    """Raise for a weight decay that is negative or not finite."""
+    if weight_decay is not None and not 0 <= weight_decay < math.inf:
+        asked = "param_groups() needs a finite weight_decay >= 0"
+        raise InvalidArgumentError(asked, f"{weight_decay}", "0 decays nothing.")
 
 
 def decay_reasons(model: nn.Module, penalty: Penalty | None) -> dict[str, str | None]:
@@ -112,7 +115,7 @@ def decay_reasons(model: nn.Module, penalty: Penalty | None) -> dict[str, str | 
 
     Raises: InvalidArgumentError if nothing trains.
     """
-    weights, tables = _weights(unwrapped(model))
+    weights, tables = weights_and_tables(unwrapped(model))
     held = penalty.scaled_parameters() if penalty is not None else {}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
@@ -124,7 +127,7 @@ def decay_reasons(model: nn.Module, penalty: Penalty | None) -> dict[str, str | 
     return {name: held.get(id(p)) or _why_spared(name, p, weights, tables) for name, p in trained}
 
 
-def _weights(model: nn.Module) -> tuple[set[int], set[int]]:
+def weights_and_tables(model: nn.Module) -> tuple[set[int], set[int]]:
     """Parameters that hold more than a number per filter of some weight, and those of tables, by identity."""
     weights: set[int] = set()
     tables: set[int] = set()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gonio.editing.where import Site, sites, unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import PLAIN, Layout, matrix_view, unview, why_not_dense
-from gonio.penalty.decay import Groups, check_decay, decay_reasons, why_no_weight
+from gonio.penalty.decay import Groups, check_decay, decay_reasons, weights_and_tables, why_no_weight
 from gonio.penalty.output_layers import output_layers
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.weights import WeightRef, view_shape, weights_of
@@ -163,6 +163,7 @@ def _kinds(
     inner = unwrapped(model)
     everything = sites(inner)
     tables = {id(p): site.path for site in everything if isinstance(site.module, TABLES) for p in _own(site.module)}
+    weights, _ = weights_and_tables(inner)
     refs = {id(p): ref for site in everything for ref in weights_of(site) for p in ref.parameters()}
     holders = {id(p): site.module for site in everything for p in _own(site.module)}
     parents = _parents(everything)
@@ -180,7 +181,7 @@ def _kinds(
         if id(parameter) in tables:
             tied = ref is not None and not isinstance(ref.module, TABLES)
             found[name] = f"tied to the table {tables[id(parameter)]}" if tied else "a table that is looked up"
-        elif ref is None or reasons[name] == "one number per unit":
+        elif ref is None or id(parameter) not in weights:
             stated = _stacked(holders.get(id(parameter)), parameter)
             found[name] = (_of_anatomy(heads, name, parameter) or stated) or why_no_weight(name, parameter)
         elif id(ref.module) in ends:

@@ -56,7 +56,7 @@ def param_groups(
     mup: bool = False,
     base: nn.Module | None = None,
     lr: float | None = None,
-    rule: Rule = "adam",
+    rule: Rule | None = None,
 ) -> ParamGroups | MatrixGroups | MupGroups:
     """The model's trainable parameters in groups for an optimizer.
 
@@ -86,11 +86,11 @@ def param_groups(
         {'0.weight': 'matrix 16×8'}
     """
     require_model(model, "param_groups")
-    _check_mup(mup, matrices, {"base": base, "lr": lr})
+    _check_mup(mup, matrices, {"base": base, "lr": lr}, {"rule": rule})
     if heads and not matrices:
         raise InvalidArgumentError("param_groups(heads=) cuts matrices", "matrices=False", "Pass matrices=True.")
     if mup and base is not None and lr is not None:
-        return mup_groups(model, base, lr, rule=rule, weight_decay=weight_decay, penalty=penalty)
+        return mup_groups(model, base, lr, rule=rule or "adam", weight_decay=weight_decay, penalty=penalty)
     if matrices:
         return matrix_groups(model, weight_decay, penalty=penalty, heads=heads)
     if weight_decay is None:
@@ -99,13 +99,13 @@ def param_groups(
     return decay_groups(model, weight_decay, penalty=penalty)
 
 
-def _check_mup(mup: bool, matrices: bool, needed: Mapping[str, object]) -> None:
-    """Raise unless all arguments of μP are given, or none."""
+def _check_mup(mup: bool, matrices: bool, needed: Mapping[str, object], more: Mapping[str, object]) -> None:
+    """Raise unless all needed arguments of μP are given, or none."""
     if mup and matrices:
         do = "Build the groups of one of them; rates of Muon follow other rules."
         raise InvalidArgumentError("param_groups() takes mup=True or matrices=True", "both", do)
-    for name, value in needed.items():
-        if mup and value is None:
+    for name, value in {**needed, **more}.items():
+        if mup and value is None and name in needed:
             do = "Pass the model at the width at which lr was tuned, and lr."
             raise InvalidArgumentError(f"param_groups(mup=True) needs {name}=", "none", do)
         if not mup and value is not None:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.where import Site
 from gonio.errors import NotApplicableError
 from gonio.geometry.views import Layout, layout_of, matrix_view
-from gonio.parametrizations.mechanism import parametrizations_of_torch
+from gonio.parametrizations.checkpoints import weight_by_hook, weights_of_hooks
+from gonio.parametrizations.mechanism import child_name, parametrizations_of_torch
+
+_HELD = ("_g", "_v", "_orig")  # endings of the parameters in the place of a weight that a hook of torch computes
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,24 +32,26 @@ class WeightRef:
         return f"{self.path}.{self.name}" if self.path else self.name
 
     def tensor(self) -> Tensor:
-        """The effective weight, as the layer uses it now."""
-        weight: Tensor = getattr(self.module, self.name)
+        """The effective weight, as the next forward uses it."""
+        computed = weight_by_hook(self.module, self.name)
+        weight: Tensor = getattr(self.module, self.name) if computed is None else computed
         return weight
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters from which the effective weight is computed."""
         own = self.module._parameters.get(self.name)
         if own is not None:
-            extra = self.module._modules.get(f"{self.name}_parametrization")
+            extra = self.module._modules.get(child_name(self.name))
             return [own, *(extra.parameters() if extra is not None else ())]
         if (computed := parametrizations_of_torch(self.module).get(self.name)) is not None:
             return list(computed.parameters())
-        return [p for key, p in self.module._parameters.items() if p is not None and key.startswith(self.name)]
+        held = (self.module._parameters.get(f"{self.name}{ending}") for ending in _HELD)
+        return [parameter for parameter in held if parameter is not None]
 
     def stored(self) -> nn.Parameter | None:
         """The parameter that is itself the effective weight; None where that is computed from parameters."""
         own = self.module._parameters.get(self.name)
-        return None if own is None or f"{self.name}_parametrization" in self.module._modules else own
+        return None if own is None or child_name(self.name) in self.module._modules else own
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -77,12 +83,13 @@ def layouts_of(module: nn.Module) -> dict[str, Layout]:
     found = dict[str, Layout]()
     if isinstance(module, torch.jit.ScriptModule):
         return found
-    for name in dict.fromkeys(["weight", *module._parameters]):
+    computed = dict.fromkeys([*parametrizations_of_torch(module), *weights_of_hooks(module)])
+    for name in dict.fromkeys(["weight", *module._parameters, *computed]):
         try:
             layout = layout_of(module, name)
         except NotApplicableError:
             continue
-        tensor = getattr(module, name, None)
-        if isinstance(tensor, Tensor) and not isinstance(tensor, nn.parameter.UninitializedParameter):
+        tensor = None if name in computed else getattr(module, name, None)
+        if name in computed or (isinstance(tensor, Tensor) and not is_lazy(tensor)):
             found[name] = layout
     return found

@@ -15,14 +15,14 @@ from gonio.editing.where import Site, Where, as_selector, asked_of, refuse_shard
 from gonio.errors import NoMatchError, NotApplicableError, listing
 from gonio.geometry.views import layout_of, matrix_view, unview, why_not_dense
 from gonio.messages import say
+from gonio.parametrizations.checkpoints import weights_of_hooks
 from gonio.parametrizations.mechanism import detach, is_parametrized, parametrizations_of_torch
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
 from gonio.surgery.facts import TORCH_NORMS, facts_of, tail_of
 from gonio.surgery.gains import gains_of
 from gonio.surgery.graph import trace
 
-# largest relative deviation of the outputs that is rounding and not a mistake
-# Parameters that the hooks of torch.nn.utils (weight_norm, spectral_norm, prune) put in the place of a weight.
+# Endings of the parameters that hooks of torch.nn.utils put in the place of a weight, and what removes the hook.
 _HOOKED = {"_g": "remove_weight_norm()", "_orig": "remove_spectral_norm() or prune.remove()"}
 
 
@@ -138,8 +138,8 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
     owners = Counter(id(p) for m in edit.model.modules() for p in m._parameters.values() if p is not None)
     inside: set[int] = set()  # parts of parametrizations, which may be parametrized themselves, fold with them
     for site in chosen:
-        names = [*site.module._parameters] if site.module._forward_pre_hooks else []
-        removal = next((do for name in names for end, do in _HOOKED.items() if name.endswith(end)), None)
+        hooked, stored = weights_of_hooks(site.module), site.module._parameters
+        removal = next((do for name in hooked for end, do in _HOOKED.items() if f"{name}{end}" in stored), None)
         if removal is not None:
             stay[site.path] = say("a hook of torch.nn.utils computes its weight: use {removal}", removal=removal)
         lists = parametrizations_of_torch(site.module)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError, first_line
 from gonio.geometry import Layout, layout_of
-from gonio.measuring.private_torch import recurrent_weights, weights_of_hooks
+from gonio.measuring.private_torch import recurrent_weights
 from gonio.measuring.reading.entry import (
     CONSTANT,
     FACTOR,
@@ -28,6 +28,7 @@ from gonio.measuring.reading.entry import (
 )
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
+from gonio.parametrizations.checkpoints import weights_of_hooks
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
 from gonio.surgery.facts import TABLES, facts_of
@@ -78,7 +79,7 @@ def _placed(entries: list[TensorEntry], adapted: AdaptedLayers) -> Iterator[Tens
 
 def _of_adapters(adapted: AdaptedLayers) -> Iterator[TensorEntry]:
     for path, layer in adapted.layers.items():
-        base = layer.get_base_layer()
+        base = layer.get_base_layer()  # type: ignore[operator]
         layout, reason = _layout(base, "weight", None)
         inner = path
         while inner in adapted.layers:  # adapters of several parameters lie inside of each other
