@@ -8,6 +8,7 @@ other cores alone.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,20 @@ def sharded_like(x: Tensor, reference: Any) -> Tensor:
 
     values = x.to(device=reference.device, dtype=reference.dtype)
     return distribute_tensor(values, reference.device_mesh, reference.placements)
+
+
+def loaded(*names: str) -> tuple[type, ...]:
+    """The classes of these names, `package.module:Class`, without those whose module nobody has imported.
+
+    Nothing is an instance of a class that is not there, so facts on classes of other packages cost no import.
+
+    Example:
+        >>> from gonio.execution import loaded
+        >>> loaded("torch.nn:Linear", "no_such_package:Layer")
+        (<class 'torch.nn.modules.linear.Linear'>,)
+    """
+    found = (getattr(sys.modules.get(module), kind, None) for module, _, kind in (n.partition(":") for n in names))
+    return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -103,7 +103,7 @@ NOT_HOMOGENEOUS = [nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.Tanh, nn.AlphaDropo
 @pytest.mark.parametrize("activation", NOT_HOMOGENEOUS)
 def test_what_is_not_homogeneous_is_refused_with_the_reason(activation: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), activation(), nn.Linear(3, 3))
-    message = rf"no scale is free to move: .*{activation.__name__} \(_1\) is not positively homogeneous"
+    message = rf"no scale is free to move: .*{activation.__name__} \(_1\) is not known to be positively homogeneous"
     with pytest.raises(NotApplicableError, match=message):
         balance_(model)
 
@@ -135,7 +135,7 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (doubled, r"tanh .* is not positively homogeneous"),
+        (doubled, r"tanh .* is not known to be positively homogeneous"),
         (tokens, "head does not read its channels one by one"),
         (lambda: tied(nn.ReLU()), "shares its weight"),
         (repeated, "runs more than once"),

@@ -125,7 +125,7 @@ class Standardised(nn.Linear):
 
 
 def test_arguments_keep_their_defaults() -> None:
-    with pytest.raises(NotApplicableError, match=r"sigmoid \(sigmoid\) is not positively homogeneous"):
+    with pytest.raises(NotApplicableError, match=r"sigmoid \(sigmoid\) is not known to be positively homogeneous"):
         balance_(Masked())
     assert activation_after(Masked())["a"] == "sigmoid"
 
@@ -192,7 +192,7 @@ def test_frozen_and_local_norms_do_not_take_scale_away() -> None:
 def test_positions_must_all_be_averaged() -> None:
     """A mean over two of three positions leaves channels that are not the last dimension."""
     model = Net(lambda m, x: m.fc(F.relu(m.conv(x)).mean((-1, -2))), conv=nn.Conv3d(1, 4, 1), fc=nn.Linear(4, 2))
-    with pytest.raises(NotApplicableError, match=r"mean .* is not positively homogeneous"):
+    with pytest.raises(NotApplicableError, match=r"mean .* is not known to be positively homogeneous"):
         balance_(model)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import warnings
 import weakref
@@ -28,6 +27,7 @@ from gonio.editing.where import (
 )
 from gonio.errors import GonioWarning, NotApplicableError, UndoError, listing, with_article
 from gonio.escaping import html_table
+from gonio.execution import loaded
 from gonio.messages import Message, counted, fixed, local, say
 
 
@@ -125,7 +125,7 @@ class Edit:
 
     def note_adapters(self) -> None:
         """Note the changed layers inside adapters of peft, which merges into the weight that a layer stores."""
-        tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
+        tuner = loaded("peft.tuners.tuners_utils:BaseTunerLayer")
         changed = {id(module) for module in self._classes} | {id(o._modules.get(name)) for o, name in self._slots}
         found = [s.path for s in sites(self.model) if isinstance(s.module, tuner) and changed & _ids(s.module)]
         if found:

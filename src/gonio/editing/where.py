@@ -6,16 +6,18 @@ import inspect
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.execution import loaded
 from gonio.messages import say
 
 
@@ -411,23 +413,35 @@ def _has_matrix(module: nn.Module, tensor: str) -> bool:
 # sharded by tensor parallelism: as for FSDP 2. `parallelize_module` itself fails on parametrized layers.
 # sharded (FSDP 1): parameters are slices of one flat tensor; every edit is refused.
 
-_CONTENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# The classes that call one child, which is the whole model, and the name of that child; paths leave it out.
+_WRAPPERS = {
+    "torch.nn:DataParallel": "module",
+    "torch.nn.parallel:DistributedDataParallel": "module",
+    "apex.parallel:DistributedDataParallel": "module",
+    "torch.optim.swa_utils:AveragedModel": "module",
+    "torch._dynamo:OptimizedModule": "_orig_mod",
+    "torch.distributed.fsdp:FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:OffloadWrapper": "_checkpoint_wrapped_module",
+}
+_CONTENT = frozenset(_WRAPPERS.values())
+_SHARDED = "torch.distributed.fsdp:FSDPModule"
 _BEFORE = "Edit the model before it is sharded."
-_PARALLEL = frozenset({"DataParallel", "DistributedDataParallel", "AveragedModel"})
-
-
-def _class_names(module: nn.Module) -> set[str]:
-    return {base.__name__ for base in type(module).__mro__}
 
 
 def adds_no_name(parent: nn.Module, name: str) -> bool:
-    """Whether `name` is the name that a wrapper gives to its content; paths leave it out."""
-    return name in _CONTENT or (name == "module" and bool(_class_names(parent) & _PARALLEL))
+    """Whether `name` is the name that a wrapper gives to its content; paths leave it out.
+
+    A class of a user, or a subclass with a forward of its own, may do more than call the child of this name.
+    """
+    names = (kind for kind, child in _WRAPPERS.items() if child == name)
+    kinds: Sequence[Any] = loaded(*names) if name in _CONTENT else ()
+    return any(isinstance(parent, kind) and type(parent).forward is kind.forward for kind in kinds)
 
 
 def holds_original(module: nn.Module) -> bool:
     """Whether a wrapper holds a reference to the module itself, so that replacing the child has no effect."""
-    return "OptimizedModule" in _class_names(module)
+    return isinstance(module, loaded("torch._dynamo:OptimizedModule"))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -441,7 +455,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def is_replicated(model: nn.Module) -> bool:
     """Whether DistributedDataParallel is around the model or a part of it."""
-    return any("DistributedDataParallel" in _class_names(module) for module in model.modules())
+    kinds = loaded("torch.nn.parallel:DistributedDataParallel", "apex.parallel:DistributedDataParallel")
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -452,14 +467,14 @@ def is_sharded(model: nn.Module) -> bool:
 def reshard_(model: nn.Module) -> None:
     """Reshard a model in FSDP 2: after a forward it may still hold whole tensors in the place of its shards."""
     for module in model.modules():
-        if "FSDPModule" in _class_names(module):
+        if isinstance(module, loaded(_SHARDED)):
             module.reshard()  # type: ignore[operator]
 
 
 def refuse_flat_shards(model: nn.Module, verb: str, *, do: str = _BEFORE, action: str = "change") -> None:
     """Raise for what is no model, and for a model in FSDP 1."""
     require_model(model, verb)
-    if any("FullyShardedDataParallel" in _class_names(module) for module in model.modules()):
+    if any(isinstance(module, loaded("torch.distributed.fsdp:FullyShardedDataParallel")) for module in model.modules()):
         why = "its parameters are slices of one flat tensor (FSDP 1)"
         raise NotApplicableError(verb, "", why, do, action=action)
 
@@ -470,7 +485,7 @@ def refuse_shards(model: nn.Module, verb: str) -> None:
     if not is_sharded(model):
         return
     why, do = "its parameters are sharded", _BEFORE
-    if not any("FSDPModule" in _class_names(module) for module in model.modules()):
+    if not any(isinstance(module, loaded(_SHARDED)) for module in model.modules()):
         why = "its parameters are sharded by tensor parallelism"
         do = "Edit the model before; parallelize_module takes plain layers alone, without a parametrization."
     raise NotApplicableError(verb, "", why, do, action="change")

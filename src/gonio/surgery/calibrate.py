@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import several_ranks, total
 from gonio.messages import joined, say
 from gonio.nn.switchable_function import batch_statistics
-from gonio.surgery.equivalent import call, checked_batches, fitting
+from gonio.surgery.equivalent import call, checked_batches, first_input, fitting
 from gonio.surgery.facts import facts_of
 
 # dimensions of one sample
@@ -201,6 +202,7 @@ class _RunningMoments:
         self.site, self.of_batches = site, of_batches
         module = site.module
         self.unbiased = isinstance(module, (_BatchNorm, _InstanceNorm))
+        self.fits = isinstance(module, (_BatchNorm, _InstanceNorm))  # whether it normalises dim 1, as far as is known
         # whether the layer takes the statistics of its batches over all processes
         self.group = vars(module).get("process_group")
         joins = facts_of(module).joins
@@ -210,8 +212,11 @@ class _RunningMoments:
 
     def add(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Add one batch (N, C, *positions): a forward pre-hook. The batches of an instance norm are its samples."""
-        x = next(iter((*arguments, *keywords.values()))).detach().double()
-        if x.dim() == _UNBATCHED.get(type(self.site.module)):
+        given = first_input(arguments, keywords).detach()
+        if not self.fits and given.numel():
+            self._check(given, arguments, keywords)
+        x = given.double()
+        if any(isinstance(self.site.module, kind) and x.dim() == dims for kind, dims in _UNBATCHED.items()):
             x = x.unsqueeze(0)
         if x.numel() == 0 and not self.joins:
             return
@@ -225,6 +230,23 @@ class _RunningMoments:
         if self.unbiased and self.of_batches and n > 1:
             variances = variances * (n / (n - 1))
         self._merge(n, means, variances)
+
+    def _check(self, given: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Raise for a layer whose statistics are not those of dim 1: its first channel's change other outputs too."""
+        module, site = copy.deepcopy(self.site.module).eval(), self.site
+        mean = module.get_buffer("running_mean").zero_()
+        module.get_buffer("running_var").fill_(1)
+        before = module.forward(*arguments, **keywords)
+        fits = given.dim() > 1 and mean.dim() == 1 and len(mean) == given.shape[1]
+        if fits and isinstance(before, Tensor) and before.shape[:2] == given.shape[:2]:
+            mean[0] = 1
+            after = module.forward(*arguments, **keywords)
+            fits = torch.equal(before[:, 1:].nan_to_num(), after[:, 1:].nan_to_num())
+        if not fits:
+            why = "its running statistics are not those of the second dimension of its input"
+            do = "Leave it out of `where`."
+            raise NotApplicableError("calibrate_", site.path, why, do, action="calibrate", kind=site.kind)
+        self.fits = True
 
     def _merge(self, n: Tensor, means: Tensor, variances: Tensor) -> None:
         """Add batches of n values each, with their means and variances, (batches, C)."""

@@ -16,7 +16,15 @@ from gonio.geometry.scale import HOMOGENEOUS
 from gonio.messages import say
 from gonio.surgery.facts import ACTIVATIONS, TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
 from gonio.surgery.fold import affine_map
-from gonio.surgery.graph import POOLING_FUNCTIONS, Graph, averages_positions, called_function, flattens_from_dim_1
+from gonio.surgery.graph import (
+    POOLING_FUNCTIONS,
+    Graph,
+    averages_positions,
+    called_function,
+    flattens_from_dim_1,
+    reads_size,
+    value_inputs,
+)
 
 _NOTHING = ("contiguous", "dropout")  # functions that do nothing in evaluation mode
 
@@ -115,11 +123,13 @@ class _ChannelReader:
 
     def read(self, node: fx.Node) -> None:
         module = self.graph.called(node)
+        if reads_size(node):
+            return
         flows = [self.flow[source] for source in node.all_input_nodes if source in self.flow]
         if isinstance(module, WEIGHTED):
             self._read_weighted(node, module, flows)
             return
-        alone = len(flows) == len(node.all_input_nodes) == 1
+        alone = len(flows) == len(value_inputs(node)) == 1
         after = self._after(node, module, flows[0]) if alone else None
         if after is not None:
             self.flow[node] = after
@@ -169,7 +179,7 @@ class _ChannelReader:
             return None
         if (facts.homogeneous and facts.acts_on == "channels") or called in POOLING_FUNCTIONS:
             mean = bool(facts.linear) or "avg" in called
-            keeps = not mean or called.startswith("adaptive") or not _pads(node, module)
+            keeps = not mean or called.startswith("adaptive") or not _sums(node, module)
             return _then(flow, Operation(_same, homogeneous=True, linear=mean, keeps_constants=keeps))
         if called == "mean" and averages_positions(node, flow.spatial):
             after = _then(flow, Operation(_same, homogeneous=True, linear=True))
@@ -246,9 +256,13 @@ def _call(node: fx.Node, constants: Tensor) -> Tensor:
     return made
 
 
-def _pads(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a pooling reads zeros around its input, or may do so."""
-    padding = getattr(module, "padding", 0) if module is not None else None
-    if padding is None:
-        return len(node.args) > 3 or "padding" in node.kwargs
-    return any(padding) if isinstance(padding, (tuple, list)) else bool(padding)
+def _sums(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether the result of an average pooling, or of one that may be one, is not a mean of its inputs alone.
+
+    It reads zeros around the input, or divides by another number.
+    """
+    if module is None:
+        return len(node.args) > 3 or not {"padding", "divisor_override"}.isdisjoint(node.kwargs)
+    padding = getattr(module, "padding", 0)
+    padded = any(padding) if isinstance(padding, (tuple, list)) else bool(padding)
+    return padded or getattr(module, "divisor_override", None) is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -33,7 +33,10 @@ _MOST_ENTRIES = 2**22  # of an input that is tried
 
 @dataclass(frozen=True)
 class Deviation:
-    """The largest difference between two models' outputs: max |a − b|, and this over max |a| (0 if both are 0)."""
+    """The largest difference between two models' outputs: max |a − b|, and this over max |a| (0 if both are 0).
+
+    Both are infinite where outputs of whole numbers or truth values differ.
+    """
 
     absolute: float
     relative: float
@@ -53,7 +56,8 @@ def equivalent(model_a: nn.Module, model_b: nn.Module, *, example: Any = None) -
     .. math::
         \max_i |a_i - b_i| \quad\text{and}\quad \max_i |a_i - b_i| \,/\, \max_i |a_i|
 
-    Both models run in evaluation mode without gradients and get their modes back.
+    Both models run in evaluation mode without gradients and get their modes back. All tensors in the outputs are
+    compared: complex ones by their parts; of whole numbers and truth values any difference counts as infinite.
 
     `example` is an input tensor, a tuple of arguments or a dict of keyword arguments; None for one that
     :func:`gonio.surgery.generated_example` makes for `model_a`, the reference.
@@ -142,7 +146,7 @@ def _first_layer(model: nn.Module) -> nn.Module | None:
 
 
 def outputs(model: nn.Module, example: Any) -> list[Tensor]:
-    """The floating-point outputs of a model in evaluation mode, flattened in order."""
+    """The tensors in the outputs of a model in evaluation mode, as :func:`tensors_in` gives them."""
     return _run(model, example)[0]
 
 
@@ -153,16 +157,16 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
     """Why a model cannot run on an example: which layer got another size, and what to do; empty for other reasons."""
     last: list[tuple[str, nn.Module, Tensor]] = []
 
-    def record(path: str, module: nn.Module, inputs: Any) -> None:
-        if inputs and isinstance(inputs[0], Tensor):
-            last[:] = [(path, module, inputs[0])]
+    def record(path: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if isinstance(given := first_input(arguments, keywords), Tensor):
+            last[:] = [(path, module, given)]
 
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return "a model on the meta device, which has no values", "Load its weights first."
     with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
         for site in sites(plain):
             if isinstance(site.module, (nn.Linear, *_CHANNELS)):
-                hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path)))
+                hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path), with_kwargs=True))
         try:
             call(plain, example)
         except Exception:
@@ -233,9 +237,15 @@ def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
             if not site.module._modules and not isinstance(site.module, torch.jit.ScriptModule):  # that takes no hook
                 hooks.enter_context(site.module.register_forward_hook(partial(record, site.path)))
         torch.default_generator.manual_seed(0)  # a model that draws random numbers draws the same ones every time
-        leaves, _ = tree_flatten(call(plain, example))
-    found = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        found = tensors_in(call(plain, example))
     return found, {path: next(iter(each)) for path, each in dims.items() if len(each) == 1}
+
+
+def tensors_in(result: Any) -> list[Tensor]:
+    """Copies of the tensors in what a model returned, flattened in order; complex ones by their two parts."""
+    leaves = [leaf.detach() for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+    leaves = [leaf.dequantize() if leaf.is_quantized else leaf for leaf in leaves]
+    return [torch.view_as_real(x.resolve_conj()).clone() if x.is_complex() else x.clone() for x in leaves]
 
 
 def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
@@ -243,7 +253,7 @@ def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
     shapes = [tuple(x.shape) for x in a], [tuple(x.shape) for x in b]
     if not a and not b:
         do = "Give models with such outputs."
-        raise InvalidArgumentError("equivalent() compares floating-point outputs", "none", do)
+        raise InvalidArgumentError("equivalent() compares the tensors in the outputs", "none", do)
     if shapes[0] != shapes[1]:
         raise InvalidArgumentError(
             "equivalent() compares two models with outputs of the same shapes",
@@ -254,10 +264,18 @@ def deviation(a: list[Tensor], b: list[Tensor]) -> Deviation:
         raise InvalidArgumentError(
             "equivalent() compares finite outputs", "NaN or infinity", "Check weights and input."
         )
-    pairs = [(x.double(), y.double()) for x, y in zip(a, b, strict=True) if x.numel()]
+    both = [(x, y) for x, y in zip(a, b, strict=True) if x.numel()]
+    if any(not torch.equal(x, y) for x, y in both if not (x.is_floating_point() and y.is_floating_point())):
+        return Deviation(inf, inf)
+    pairs = [(x.double(), y.double()) for x, y in both if x.is_floating_point()]
     absolute = max((float((x - y).abs().max()) for x, y in pairs), default=0.0)
     scale = max((float(x.abs().max()) for x, _ in pairs), default=0.0)
     return Deviation(absolute, absolute / scale if scale > 0 else absolute)
+
+
+def first_input(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What a layer is called with first, by position or by name; None for a call without arguments."""
+    return next(iter((*arguments, *keywords.values())), None)
 
 
 def call(model: nn.Module, example: Any) -> Any:
@@ -373,7 +391,8 @@ class SameFunction:
             except Exception as error:
                 why = say("the edited model fails ({why})", why=first_line(error, kind=True))
                 raise self._refusal(edit, action, why) from error
-            if moved.relative > max(allowed.get(x.dtype, otherwise) for x in before):
+            dtypes = {x.dtype for x in before if x.is_floating_point()}
+            if moved.relative > max((allowed.get(dtype, otherwise) for dtype in dtypes), default=0.0):
                 # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
                 wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, example)
                 own = deviation(after, outputs(copy_of(self.model).double(), wide))

@@ -185,13 +185,14 @@ class Graph:
             return bool(facts.linear) or (through_norms and bool(facts.removes_scale) and plain)
 
         def first(node: fx.Node) -> str | None:
-            found = name(node)
-            return first(next(iter(node.users))) if found is None and passes(node) and len(node.users) == 1 else found
+            while (found := name(node)) is None and passes(node) and len(users := value_users(node)) == 1:
+                node = users[0]
+            return found
 
         found: dict[str, list[str | None]] = {}
         for path, module, node in self.calls():
             if isinstance(module, WEIGHTED) and node.users:
-                found.setdefault(path, []).extend(first(user) for user in node.users)
+                found.setdefault(path, []).extend(first(user) for user in value_users(node))
         return found
 
     @cached_property
@@ -206,7 +207,7 @@ class Graph:
             weight = module._parameters.get("weight")
             if computes_as(module, WEIGHTED) and self._owners[id(weight)] == 1 and id(weight) not in self.read_outside:
                 has_bias = module._parameters.get("bias") is not None
-                after = [self.facts(user) for user in node.users]
+                after = [self.facts(user) for user in value_users(node)]
                 removed = bool(after) and all(f.removes_shift if has_bias else f.removes_scale for f in after)
                 found[path] = found.get(path, True) and removed
         return frozenset(path for path, free in found.items() if free)
@@ -222,7 +223,7 @@ class Graph:
             around = [path for path, module, _ in self.calls() if any(part is norm for part in module.modules())]
             return f"{around[0]} calls it inside of its own forward" if around else "it does not run"
         feeds = nodes[-1].all_input_nodes
-        layer = self.called(feeds[0]) if len(feeds) == 1 and len(feeds[0].users) == 1 else None
+        layer = self.called(feeds[0]) if len(feeds) == 1 and len(value_users(feeds[0])) == 1 else None
         if layer is None or not computes_plainly(layer) or isinstance(layer, nn.Bilinear):
             return "its input is not the output of a linear or convolutional layer of torch that feeds it alone"
         if len(nodes) > 1 or self.call_counts[str(feeds[0].target)] > 1:
@@ -249,25 +250,26 @@ class Graph:
 
     def dims_of(self, node: fx.Node) -> int | None:
         """The number of dimensions of a node's result, if the graph or a run of the model tells it."""
-        if node.op == "call_module" and str(node.target) in self.dims:
-            return self.dims[str(node.target)]
-        module, called, before = self.called(node), called_function(node), node.all_input_nodes[:1]
-        if isinstance(module, tuple(_DIMS)):
-            return _DIMS[next(kind for kind in _DIMS if isinstance(module, kind))]
-        if flattens_from_dim_1(node, module, called):
-            return 2
-        same = isinstance(module, nn.Linear) or self.facts(node).acts_on is not None or called in ELEMENTWISE_FUNCTIONS
-        same = same or bool(self.facts(node).removes_scale) or called in POOLING_FUNCTIONS
-        if same and before:
-            return self.dims_of(before[0])
-        if called == "mean" and before and not node.kwargs.get("keepdim"):
-            dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-            inner, count = (
-                self.dims_of(before[0]),
-                len(dims) if isinstance(dims, (tuple, list)) else int(dims is not None),
-            )
-            return inner - count if inner is not None and count else None
-        return None
+        removed = 0
+        while True:
+            if node.op == "call_module" and str(node.target) in self.dims:
+                return self.dims[str(node.target)] - removed
+            module, called, before = self.called(node), called_function(node), node.all_input_nodes[:1]
+            if isinstance(module, tuple(_DIMS)):
+                return _DIMS[next(kind for kind in _DIMS if isinstance(module, kind))] - removed
+            if flattens_from_dim_1(node, module, called):
+                return 2 - removed
+            if called == "mean" and not node.kwargs.get("keepdim"):
+                dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+                removed += len(dims) if isinstance(dims, (tuple, list)) else 1
+                same = dims is not None
+            else:
+                same = isinstance(module, nn.Linear) or self.facts(node).acts_on is not None
+                same = same or called in ELEMENTWISE_FUNCTIONS or called in POOLING_FUNCTIONS
+                same = same or bool(self.facts(node).removes_scale)
+            if not same or not before:
+                return None
+            node = before[0]
 
 
 # --- tracing ------------------------------------------------------------------------------------------
@@ -421,12 +423,53 @@ _HOMES = (torch, F, operator, torch._C._nn)
 _DIMS = dict(zip((*CONVOLUTIONS, nn.BatchNorm2d, nn.BatchNorm3d), (3, 4, 5, 3, 4, 5, 4, 5), strict=True))
 
 
+def reads_size(node: fx.Node) -> bool:
+    """Whether a node reads the sizes of its input, or what follows from sizes alone, and no values.
+
+    `x.size(0)`, `x.shape[0]` and `x.shape[2] // 2` do.
+    """
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel", "ndimension")
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    inputs = node.all_input_nodes
+    known = node.op == "call_function" and getattr(operator, called_function(node), None) is node.target
+    return known and bool(inputs) and all(map(reads_size, inputs))
+
+
+def value_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that are tensors, without sizes of tensors."""
+    return [each for each in node.all_input_nodes if not reads_size(each)]
+
+
+def value_users(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read the values of a node's result."""
+    return [each for each in node.users if not reads_size(each)]
+
+
 def flattens_from_dim_1(node: fx.Node, module: nn.Module | None, called: str) -> bool:
+    """Whether a node makes (N, C, *positions) to (N, C·positions): by `flatten`, or by `x.view(x.size(0), -1)`."""
     if module is not None:
         return bool(computes_as(module, (nn.Flatten,)) and module.start_dim == 1 and module.end_dim == -1)
-    start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
-    plain = len(node.args) <= 2 and "end_dim" not in node.kwargs
-    return bool(called == "flatten" and start == 1 and plain)
+    if called in ("view", "reshape") and not node.kwargs:
+        sizes: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
+        two = isinstance(sizes, tuple) and len(sizes) == 2
+        return two and sizes[1] == -1 and _is_first_size(sizes[0], node.args[0])
+    given = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
+    return bool(called == "flatten" and given.get("start_dim", 0) == 1 and given.get("end_dim", -1) == -1)
+
+
+def _is_first_size(size: Any, x: Any) -> bool:
+    """Whether a node is the first size of x."""
+    if not isinstance(size, fx.Node):
+        return False
+    if size.op == "call_method" and size.target == "size":
+        return size.args == (x, 0) and not size.kwargs
+    if called_function(size) != "getitem" or size.args[1] != 0:
+        return False
+    shape: Any = size.args[0]
+    of_method = shape.op == "call_method" and shape.target == "size"
+    return bool((of_method and shape.args == (x,)) or (shape.target is getattr and shape.args == (x, "shape")))
 
 
 def averages_positions(node: fx.Node, spatial: int) -> bool:

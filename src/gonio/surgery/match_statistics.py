@@ -20,7 +20,7 @@ from gonio.editing.where import Site, Where, left_out, refuse_shards, select, si
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import say
-from gonio.surgery.equivalent import call, checked_batches, fitting
+from gonio.surgery.equivalent import call, checked_batches, first_input, fitting
 from gonio.surgery.recycle import can_act
 
 FACTOR = 2.0  # between the stored and the measured standard deviation, above which a filter is changed
@@ -100,10 +100,11 @@ def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
         if output.dim() == (2 if isinstance(module, nn.Linear) else module.weight.dim()):  # type: ignore[operator]
             made[id(output)] = path, output  # held, so that no other tensor gets its id
 
-    def read(path: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def read(path: str, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         calls.append(path)
-        layer, output = made.get(id(inputs[0]), ("", None))
-        if output is inputs[0]:
+        given = first_input(arguments, keywords)
+        layer, output = made.get(id(given), ("", None))
+        if output is given:
             pairs[layer] = path
 
     with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
@@ -111,7 +112,7 @@ def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
             if can_act(site.module) is None:
                 hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path)))
             elif isinstance(site.module, _BatchNorm) and site.module.running_var is not None:
-                hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path)))
+                hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path), with_kwargs=True))
         call(plain, batch)
     return {layer: norm for layer, norm in pairs.items() if calls.count(layer) == calls.count(norm) == 1}
 
@@ -140,15 +141,17 @@ class _Moments:
 def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
     moments = _Moments()
 
-    def add(module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+    def add(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], _output: Tensor) -> None:
         own, ones = copy.deepcopy(module), copy.deepcopy(module)
         ones.weight.fill_(1.0)  # type: ignore[operator]
         for each in (own, ones):
             if each.bias is not None:
                 each.bias.zero_()  # type: ignore[operator]
-        moments.add(own.forward(inputs[0]), ones.forward(inputs[0]))
+        given = first_input(arguments, keywords)
+        moments.add(own.forward(given), ones.forward(given))
 
-    with evaluating(model) as plain, torch.no_grad(), plain.get_submodule(path).register_forward_hook(add):
+    with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
+        hooks.enter_context(plain.get_submodule(path).register_forward_hook(add, with_kwargs=True))
         for batch in batches:
             with fitting(model, batch, say("a batch of {verb}", verb="match_statistics_")):
                 call(plain, batch)

@@ -23,7 +23,7 @@ from gonio.geometry.views import why_not_dense
 from gonio.messages import Message, fixed, joined, say
 from gonio.seeding import generator, state_kept
 from gonio.surgery.channels import OutputChannels, Reading, output_channels
-from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, call
+from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, call, first_input
 from gonio.surgery.facts import WEIGHTED, computes_plainly
 from gonio.surgery.graph import trace
 
@@ -441,14 +441,14 @@ def _measure_(edit: Edit, made: list[_Recycled], same: SameFunction) -> None:
     paths = {id(site.module): site.path for site in sites(edit.model)}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def record(path: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0].detach().double().transpose(0, 1).flatten(1)
+    def record(path: str, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        x = first_input(arguments, keywords).detach().double().transpose(0, 1).flatten(1)
         seen[path] = x.mean(1), x.var(1, correction=int(x.shape[1] > 1))
 
     with evaluating(edit.model) as plain, state_kept(), ExitStack() as hooks:
         modules = {site.path: site.module for site in sites(plain)}
         for path in {paths[id(norm)] for recycled in made for norm in recycled.norms}:
-            hooks.enter_context(modules[path].register_forward_pre_hook(partial(record, path)))
+            hooks.enter_context(modules[path].register_forward_pre_hook(partial(record, path), with_kwargs=True))
         call(plain, same.example)
     for recycled in made:
         for norm in recycled.norms:

@@ -16,6 +16,8 @@ from gonio.surgery.graph import (
     averages_positions,
     called_function,
     flattens_from_dim_1,
+    reads_size,
+    value_inputs,
 )
 
 
@@ -113,6 +115,8 @@ class _ScaleReader:
 
     def read(self, node: fx.Node) -> None:
         module = self.graph.called(node)
+        if reads_size(node):
+            return
         if isinstance(module, WEIGHTED):
             self._read_weighted(node, module)
         elif isinstance(module, TORCH_NORMS[0]):
@@ -124,8 +128,8 @@ class _ScaleReader:
         elif node.op == "output":
             self._pin_inputs(node, say("it is the model's output"))
         else:
-            name = type(module).__name__ if module is not None else called_function(node)
-            why = say("{name} ({node}) is not positively homogeneous in it", name=name, node=node.name)
+            name = type(module).__name__ if module is not None else called_function(node) or node.name
+            why = say("{name} ({node}) is not known to be positively homogeneous in it", name=name, node=node.name)
             self._pin_inputs(node, why)
 
     def _read_weighted(self, node: fx.Node, module: nn.Module) -> None:
@@ -185,7 +189,7 @@ class _ScaleReader:
     def _after(self, node: fx.Node, module: nn.Module | None) -> _Flow | None:
         """The flow after a positively homogeneous operation; None for any other."""
         flows = self._inputs(node)
-        if len(node.all_input_nodes) != 1 or not flows:
+        if len(value_inputs(node)) != 1 or not flows:
             return None
         flow, called, facts = flows[0], called_function(node), self.graph.facts(node)
         if (facts.homogeneous and facts.acts_on == "entries") or called in ELEMENTWISE_FUNCTIONS:

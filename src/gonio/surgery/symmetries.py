@@ -22,7 +22,7 @@ from gonio.messages import say
 from gonio.seeding import generator, state_kept
 from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
-from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation
+from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation, tensors_in
 from gonio.surgery.recording import Part
 
 _SWEEPS = 10_000
@@ -365,10 +365,9 @@ class TwinTrial(ABC, Generic[Change]):
                         del hooks[key]
             try:
                 set_tensors_(plain, {id(self.parameters[name]): value for name, value in tried.items()})
-                leaves, _ = tree_flatten(call(in_mode(plain, training=training), self.example))
+                return tensors_in(call(in_mode(plain, training=training), self.example))
             finally:  # some models are their own twins
                 set_tensors_(plain, {id(value): self.parameters[name] for name, value in tried.items()})
-        return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 class OfBlocks(TwinTrial[Symmetry]):

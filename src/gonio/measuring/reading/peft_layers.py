@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import first_line
+from gonio.execution import loaded
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import LOW_RANK, TensorEntry
 from gonio.surgery import Site
@@ -27,8 +27,8 @@ class AdaptedLayers:
     """
 
     def __init__(self, everything: list[Site]) -> None:
-        layer = _peft("tuners.tuners_utils", "BaseTunerLayer")
-        wrapper = _peft("utils.other", "ModulesToSaveWrapper")
+        layer = loaded("peft.tuners.tuners_utils:BaseTunerLayer")
+        wrapper = loaded("peft.utils.other:ModulesToSaveWrapper")
         self.layers = {site.path: site.module for site in everything if isinstance(site.module, layer)}
         self.saved = {site.path: site.module for site in everything if isinstance(site.module, wrapper)}
         self._modules = {site.path: site.module for site in everything}
@@ -59,12 +59,6 @@ class AdaptedLayers:
         """The place of the module that a wrapper runs."""
         active = list(wrapper.active_adapters)
         return ["original_module"] if wrapper.disable_adapters or not active else ["modules_to_save", active[0]]
-
-
-def _peft(module: str, name: str) -> Any:
-    """A class of peft; no class at all while peft is not imported."""
-    found: Any = getattr(sys.modules.get(f"peft.{module}"), name, None)
-    return () if found is None else found
 
 
 def _active(layer: Any) -> list[str]:
@@ -125,7 +119,7 @@ def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, re
 
 def _products(layer: Any) -> list[str]:
     """The low-rank adapters of a layer, whose product peft computes."""
-    if not isinstance(layer, _peft("tuners.lora.layer", "LoraLayer")) or not hasattr(layer, "get_delta_weight"):
+    if not isinstance(layer, loaded("peft.tuners.lora.layer:LoraLayer")) or not hasattr(layer, "get_delta_weight"):
         return []
     held = [getattr(layer, name, None) for name in ("lora_A", "lora_embedding_A")]
     return [name for part in held if isinstance(part, (nn.ModuleDict, nn.ParameterDict)) for name in part]

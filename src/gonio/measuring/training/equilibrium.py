@@ -25,7 +25,6 @@ Note [One formula for all optimizers]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -38,6 +37,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.optimizer_states import of_kind
 from gonio.errors import InvalidArgumentError, UnknownNameError, listing
+from gonio.execution import loaded
 from gonio.geometry.norms import whole
 from gonio.measuring.figures.moments import denominator
 from gonio.messages import say
@@ -278,11 +278,10 @@ RULES: Mapping[str, _Rule] = {
     "muon": _Rule(_muon, (*_DECAY, "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")),
 }
 _OF_TORCH = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "Muon": "muon"}
-# types of other packages, by module and name: known once their package is imported
 _OF_OTHERS = {
-    ("timm.optim.lion", "Lion"): "lion",
-    ("lion_pytorch.lion_pytorch", "Lion"): "lion",
-    ("pytorch_optimizer.optimizer.lion", "Lion"): "lion",
+    "timm.optim.lion:Lion": "lion",
+    "lion_pytorch.lion_pytorch:Lion": "lion",
+    "pytorch_optimizer.optimizer.lion:Lion": "lion",
 }
 _REGISTERED: dict[type[Optimizer], _Rule] = {
     **{getattr(torch.optim, name): RULES[like] for name, like in _OF_TORCH.items() if hasattr(torch.optim, name)},
@@ -291,5 +290,5 @@ _REGISTERED: dict[type[Optimizer], _Rule] = {
 
 
 def _rules() -> Mapping[type[Optimizer], _Rule]:
-    others = {getattr(sys.modules.get(module), name, None): like for (module, name), like in _OF_OTHERS.items()}
-    return {**{kind: RULES[like] for kind, like in others.items() if kind is not None}, **_REGISTERED}
+    others = {kind: RULES[like] for name, like in _OF_OTHERS.items() for kind in loaded(name)}
+    return {**others, **_REGISTERED}
