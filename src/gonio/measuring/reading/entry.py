@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -122,6 +122,7 @@ class StoredTensor:
         values: the dtype in which `load` gives the values, where it is not `dtype` itself.
         file: the name of the file that holds it, where a reader knows it.
         axes: what the format says about its dimensions; None if it stores torch's own tensors.
+        described: what the file's header says of the tensor subclass that it is a part of; empty without one.
     """
 
     shape: tuple[int, ...]
@@ -130,6 +131,7 @@ class StoredTensor:
     values: str = ""
     file: str = ""
     axes: Axes | None = None
+    described: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def entries(self) -> int:

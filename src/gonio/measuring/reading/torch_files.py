@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,15 @@ from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
 from gonio.measuring.reading.optimizers import Raw, fitted, no_states, optimizers_in
-from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
+from gonio.measuring.reading.pickles import (
+    OF_SETTINGS,
+    OF_SUBCLASSES,
+    OF_TORCH,
+    Archive,
+    Record,
+    StoredPart,
+    parts_of,
+)
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in, with_states
 from gonio.messages import say
@@ -188,10 +196,12 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
 def _beside_settings(path: Path) -> Any:
     """The content of an archive with objects of settings, which become records; its tensors are mapped into memory.
 
+    A tensor subclass under a name becomes the tensors that it is made of, under the keys that torchao gives them.
+
     Raises:
         Exception: almost any for another archive.
     """
-    archive = Archive(path, allowed=OF_TORCH | OF_SETTINGS)
+    archive = Archive(path, allowed=OF_TORCH | OF_SETTINGS | OF_SUBCLASSES)
     file, storages = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size), {}
 
     def tensor_of(part: StoredPart) -> Tensor:
@@ -202,11 +212,17 @@ def _beside_settings(path: Path) -> Any:
         empty = torch.empty(0, dtype=getattr(torch, part.dtype))
         return empty.set_(storages[part.key], part.offset, part.shape, part.strides)
 
+    def by_parts(name: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+        parts = parts_of(value)
+        path, _, last = str(name).rpartition(".")
+        keys = {part: f"{path}._{last}_{part}".removeprefix(".") for part in parts or ()}
+        yield from [(name, value)] if parts is None else ((keys[part], one) for part, one in parts.items())
+
     def read(value: Any) -> Any:
         if isinstance(value, StoredPart):
             return tensor_of(value)
         if isinstance(value, dict):
-            return {key: read(one) for key, one in value.items()}
+            return {key: read(one) for name, held in value.items() for key, one in by_parts(name, held)}
         return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else value
 
     return read(archive.content)
