@@ -104,6 +104,7 @@ class Axes:
         order: the stored dimensions in torch's order (outputs, inputs, positions); None if the file does not tell it.
         kind: what the tensor is. `layout`: how it is read in torch's order.
         reason: why it has no filters, or why the order is not known. `notes`: remarks for the reader.
+        part: whether it is a part of a weight that is computed from several tensors.
     """
 
     order: tuple[int, ...] | None = None
@@ -111,6 +112,7 @@ class Axes:
     layout: Layout | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
+    part: bool = False
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
     order = axes.order
     kind = axes.kind or f"{len(tensor.shape)}-d tensor"
     made = tensor.entry(name, kind, axes.layout, axes.reason, axes.notes)
-    made = replace(made, table=kind in (TABLE, EMBEDDING))
+    made = replace(made, table=kind in (TABLE, EMBEDDING), role="part" if axes.part else "")
     if order is None or order == tuple(range(len(order))):
         return made
     shape = tuple(tensor.shape[dim] for dim in order)

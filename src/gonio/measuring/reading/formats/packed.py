@@ -1,4 +1,4 @@
-"""Weights of compressed-tensors and modelopt: integers packed in int32, or floats of 4 or 6 bits and scales of blocks."""
+"""Weights of compressed-tensors and modelopt: integers packed in int32, or floats of 4 or 6 bits with block scales."""
 
 from __future__ import annotations
 
