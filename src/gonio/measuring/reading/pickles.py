@@ -151,7 +151,7 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, file: BinaryIO, allowed: Collection[str]) -> None:
         super().__init__(file)
-        self._allowed = allowed
+        self._allowed, self._last = allowed, ""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
@@ -159,7 +159,9 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(known, (torch.dtype, torch.layout)):
             return known
         if full not in self._allowed:
-            raise pickle.UnpicklingError(f"it holds an object of {plain(full, longest=200)}")
+            what = "a tensor of the subclass" if self._last == _WRAPPER else "an object of"
+            raise pickle.UnpicklingError(f"it holds {what} {plain(full, longest=200)}")
+        self._last = full
         return _Class(full)
 
     def made(self) -> None:

@@ -34,11 +34,7 @@ from gonio.messages import say
 
 SUFFIXES = TORCH
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
-_OTHER = re.compile(r"it holds an object of ([\w.]{1,200})")  # of the reader of pickles here
-_SUBCLASSES = (
-    "torch._utils._rebuild_wrapper_subclass",
-    "torch._tensor._rebuild_from_type_v2",
-)  # by which torch makes them
+_OTHER = re.compile(r"it holds (an object of|a tensor of the subclass) ([\w.]{1,200})")  # of the reader of pickles here
 _PARTS_OF_A_PROCESS = "must be imported to load DTensors"  # in errors of torch's reader
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
@@ -91,7 +87,7 @@ def open_torch(path: Path, key: str = "") -> Opened:
     left = no_states(found.beside, raw)
     states, found = [place for place in found.beside if place not in left], replace(found, beside=left)
     at = tuple(found.key.split(".")) if found.key else ()
-    opened = with_states(open_state(found, lambda name: mapped.read((*at, name))), states)
+    opened = with_states(open_state(found, lambda name: mapped.read((*at, f"{found.prefix}{name}"))), states)
     if classes := sorted(_classes_in(mapped.content)):
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
@@ -252,17 +248,18 @@ def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
     known = [f"{known_error}{told.partition(' Check the documentation')[0].strip()}"] if known_error else []
     said = (known or lines or [type(error).__name__])[0]
     do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
-    held = _OTHER.search(str(other)) or (_CLASS.search(str(error)) if other is error else None)
+    held = _OTHER.search(str(other))
+    own = _CLASS.search(str(error)) if other is error else None
     if _PARTS_OF_A_PROCESS in str(error):
         return (
             say("it holds of each tensor the part that one process had (DTensor)"),
             say("Save them together by torch.distributed.checkpoint, or the full_tensor() of each."),
         )
-    if held and held[1] in _SUBCLASSES:
+    if held and held[1].startswith("a tensor"):
         do = say("Code in a file is never run here: save plain tensors, such as the dequantize() of each.")
-        return say("it holds more than tensors and plain containers: tensors of a subclass"), do
-    if held:
-        return f"it holds more than tensors and plain containers: an object of {held[1]}", do
+        return say("it holds more than tensors and plain containers: tensors of the subclass {name}", name=held[2]), do
+    if named := held[2] if held else own[1] if own else "":
+        return f"it holds more than tensors and plain containers: an object of {named}", do
     if other is not error:
         return (
             f"it is damaged: {plain(str(other) or type(other).__name__, longest=300)}",
