@@ -63,9 +63,7 @@ def test_a_deeper_model_names_the_layers_that_were_copied() -> None:
         "h.5.fc.weight": "h.3.fc.weight",
     }
     assert found["h.4.fc"].reason == "only after"
-    assert found.notes == (
-        "2 weights only after are copies of weights of the base: h.4.fc of h.2.fc, h.5.fc of h.3.fc",
-    )
+    assert found.notes == ("only after, with the values of weights of the base: h.4.fc of h.2.fc, h.5.fc of h.3.fc",)
     assert "G508" not in {finding.code for finding in found.findings}, "nothing of the base is in another place"
 
 

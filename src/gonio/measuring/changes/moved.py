@@ -13,7 +13,7 @@ from gonio.escaping import plain
 from gonio.measuring.changes.pair import TensorDifference, norm_of
 from gonio.measuring.changes.sources import TunedModel, values_of
 from gonio.measuring.reading.entry import TensorEntry
-from gonio.messages import Message, are, counted, say
+from gonio.messages import Message, say
 
 FAR = 0.5  # relative change from which a weight is looked for under other names; that of independent ones is 1.4
 _NEAR, _NEAR_ROUNDED = 1e-9, 1e-4  # relative difference of the norms of equal weights, and of rounded ones
@@ -46,9 +46,7 @@ def copied(rows: Sequence[TensorDifference]) -> list[Message]:
         say("{name} of {origin}", name=plain(row.path), origin=plain(row.moved_from.removesuffix(".weight")))
         for row in new
     ]
-    weights = counted(len(new), "weight")
-    said = say("{weights} only after {are} copies of weights of the base: {pairs}", weights=weights,
-               are=are(len(new)), pairs=listing(pairs, limit=4))  # fmt: skip
+    said = say("only after, with the values of weights of the base: {pairs}", pairs=listing(pairs, limit=4))
     return [said] if new else []
 
 

@@ -286,9 +286,9 @@ def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
 def _plain_name(name: str) -> str:
     """The name in the plain model of a tensor of peft's wrapped layer; empty if it is the same."""
     parts = name.split(".")
-    if "modules_to_save" in parts[:-2]:
+    if "modules_to_save" in parts[:-1]:  # in a file the adapter's name after it may be left out
         at = parts.index("modules_to_save")
-        return ".".join(parts[:at] + parts[at + 2 :])
+        return ".".join(parts[:at] + parts[min(at + 2, len(parts) - 1) :])
     kept = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
     return "" if kept == name else kept
 
