@@ -24,7 +24,7 @@ from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named
-from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, Graph, dequantise
+from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
 from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
 
@@ -229,7 +229,8 @@ def open_onnx(path: Path) -> Opened:
             for name, tensor in _tensors(prefix, graph, reader):
                 reader.add(name, tensor)
         dequantise(
-            Graph(reader.stored, reader.users, reader.makers), lambda name, dims: reader._uses(name, dims, _DEPTH)
+            OperatorGraph(reader.stored, reader.users, reader.makers),
+            lambda name, dims: reader._uses(name, dims, _DEPTH),
         )
     except Exception as error:  # of protobuf, and those that a hostile model provokes
         raise damaged(path, error) from error

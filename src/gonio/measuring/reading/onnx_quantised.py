@@ -41,7 +41,7 @@ Uses = Callable[[str, tuple[int, ...]], Iterator[Axes]]
 
 
 @dataclass(frozen=True)
-class Graph:
+class OperatorGraph:
     """The values of a model.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Scaled:
     columns: int = 0
 
 
-def dequantise(graph: Graph, uses: Uses) -> None:
+def dequantise(graph: OperatorGraph, uses: Uses) -> None:
     """Replace the codes that every operator reads in one way by the values that it computes from them.
 
     Args:
@@ -116,7 +116,7 @@ def _is_dequantizer(node: Any) -> bool:
     return node.op_type == "DequantizeLinear" and node.domain in (*STANDARD, _RUNTIME) and bool(node.output)
 
 
-def _scaled_by(graph: Graph, codes: StoredTensor, node: Any, number: int, prefix: str) -> _Scaled | None:
+def _scaled_by(graph: OperatorGraph, codes: StoredTensor, node: Any, number: int, prefix: str) -> _Scaled | None:
     """How an operator reads codes; None for another operator, and where scales are not in the file or do not fit."""
     facts = {fact.name: fact.i for fact in node.attribute}
     if _is_dequantizer(node) and number == 0:
@@ -135,7 +135,7 @@ def _scaled_by(graph: Graph, codes: StoredTensor, node: Any, number: int, prefix
 
 def _fitting(
     codes: StoredTensor,
-    graph: Graph,
+    graph: OperatorGraph,
     node: Any,
     prefix: str,
     where: tuple[int | None, int, int],
@@ -161,7 +161,7 @@ def _fitting(
     return _Scaled(scale, zero, axis, size) if fits else None
 
 
-def _scale_after(graph: Graph, node: Any, prefix: str) -> StoredTensor | None:
+def _scale_after(graph: OperatorGraph, node: Any, prefix: str) -> StoredTensor | None:
     """The scale of the weight in the product that follows a product of integers; None for another graph.
 
     result → Cast → Mul with (the scale of the activations, by DynamicQuantizeLinear) · (a tensor of the file).
@@ -186,7 +186,9 @@ def _scale_after(graph: Graph, node: Any, prefix: str) -> StoredTensor | None:
     return None
 
 
-def _packed(graph: Graph, codes: StoredTensor, node: Any, prefix: str, facts: Mapping[str, int]) -> _Scaled | None:
+def _packed(
+    graph: OperatorGraph, codes: StoredTensor, node: Any, prefix: str, facts: Mapping[str, int]
+) -> _Scaled | None:
     """MatMulNBits: codes (outputs, blocks, bytes of a block), the lowest bits first."""
     columns, rows, size, bits = (facts.get(name, 0) for name in ("K", "N", "block_size", "bits"))
     bits = bits or 4
