@@ -51,6 +51,22 @@ def test_a_copied_layer_is_named_and_the_layer_that_was_copied_is_equal() -> Non
     assert told(base, in_order(base, [0, 1, 2, 2])) == {"h.3.fc.weight": ("moved", "h.2.fc.weight")}
 
 
+def test_a_deeper_model_names_the_layers_that_were_copied() -> None:
+    """Depth up-scaling (SOLAR): the upper layers follow once more, some of them trained on, one set to zeros."""
+    base = layers()
+    after = base | {f"h.{i + 2}{name[3:]}": base[name] for i in (2, 3) for name in base if name.startswith(f"h.{i}")}
+    after |= {"h.6.fc.weight": base["h.3.fc.weight"] + 0.1, "h.7.fc.weight": torch.zeros(24, 16)}
+    base |= {"gone.weight": torch.zeros(24, 16)}
+    found = difference(base, after)
+    assert {row.name: row.moved_from for row in found.tensors if row.moved_from} == {
+        "h.4.fc.weight": "h.2.fc.weight",
+        "h.5.fc.weight": "h.3.fc.weight",
+    }
+    assert found["h.4.fc"].reason == "only after"
+    assert found.notes == ("only after, with the values of weights of the base: h.4.fc of h.2.fc, h.5.fc of h.3.fc",)
+    assert "G508" not in {finding.code for finding in found.findings}, "nothing of the base is in another place"
+
+
 def test_a_model_without_one_of_its_layers() -> None:
     """The last layer has the values of one that is gone."""
     base = layers()

@@ -196,10 +196,13 @@ def test_names_that_differ_in_the_middle_stay_apart(monkeypatch: pytest.MonkeyPa
     assert [line.endswith(f"layers.{i}.mlp.down_proj.lora") for i, line in enumerate(lines)] == [True] * 3
 
 
-def test_a_file_that_tells_no_filters_is_not_said_to_be_without_findings() -> None:
-    found = measure({"a": torch.randn(4), "b": torch.randn(3)})
+@pytest.mark.parametrize("names", [True, False])
+def test_a_file_that_tells_no_filters_is_not_said_to_be_without_findings(names: bool) -> None:
+    """The advice on names is given where a tensor is left out for its name."""
+    found = measure({"a": torch.randn(4, *([3, 2] if names else [])), "b": torch.randn(3)})
     assert found.verdict.startswith("Nothing was measured")
-    assert "Call weights NAME.weight" in found.verdict
+    assert ("Call weights NAME.weight" in found.verdict) == names
+    assert ("for the reasons in the last lines" in found.verdict) != names
     assert "dead" not in str(found)
     assert "dead" not in found.scope
     assert "No findings" not in str(found)

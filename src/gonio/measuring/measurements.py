@@ -20,7 +20,7 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.figures.usual import usual_of
 from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
 from gonio.measuring.findings.verdicts import first_of, verdict
-from gonio.measuring.reading.entry import FACTOR, LOW_RANK
+from gonio.measuring.reading.entry import FACTOR, LOW_RANK, UNKNOWN
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
@@ -106,6 +106,10 @@ class Measurements(Table[TensorMeasurement]):
         """What was found, and where, as a sentence."""
         if not self.layers and not self.findings and any(tensor.status == "skipped" for tensor in self.tensors):
             return say("Nothing was measured: the weights are of kinds that are not read, as the last lines say.")
+        if not self.layers and not self.findings and not any(tensor.reason == UNKNOWN for tensor in self.tensors):
+            return say(
+                "Nothing was measured: no tensor is known to be a stack of filters, for the reasons in the last lines."
+            )
         if not self.layers and not self.findings:
             return say(
                 "Nothing was measured: no tensor is known to be a stack of filters. Call weights NAME.weight as torch "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gonio.escaping import json_data, markdown_cell, plain, shorten
 from gonio.geometry.blocks import StoredDifference
-from gonio.measuring.changes.moved import with_origins
+from gonio.measuring.changes.moved import copied, with_origins
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
 from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
@@ -364,7 +364,8 @@ def assembled(
 ) -> Differences:
     """The differences of one model with their findings."""
     rows = with_origins(rows, held, model)
-    return Differences(before, model.name, tuple(rows), findings_of_change(rows, model.adapters), model.notes)
+    notes = (*model.notes, *copied(rows))
+    return Differences(before, model.name, tuple(rows), findings_of_change(rows, model.adapters), notes)
 
 
 Rows = list[TensorDifference]

@@ -116,7 +116,9 @@ def _transposed(t: TensorDifference) -> str | None:
 
 @rule("G508", TENSOR_RULES)
 def _moved(t: TensorDifference) -> str | None:
-    return say("it has the values of {name} in the base", name=t.moved_from) if t.moved_from else None
+    if not t.moved_from or t.status == "not compared":  # the base has no weight in its place
+        return None
+    return say("it has the values of {name} in the base", name=t.moved_from)
 
 
 @rule("G506", TENSOR_RULES)

@@ -22,6 +22,8 @@ DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
 NONFINITE = "NaN or infinite values"
 
+_OF_PEFT = "base_model.model."  # before the names of a model in peft's wrapper
+
 
 @dataclass(frozen=True)
 class TunedModel:
@@ -63,6 +65,11 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
             say("Save it again, or name the file that holds the weights."),
         )
     entries = _plain(found.entries)
+    if found.adapters:  # whose names are read without the prefix; beside them a weight saved in full may have it
+        last = {name.rpartition(".")[2] for name in base}
+        full = (name for name in entries if name not in base and name.rpartition(".")[2] in last)
+        short = {name: name.removeprefix(_OF_PEFT) for name in full}
+        entries = {new if (new := short.get(name, name)) not in entries else name: e for name, e in entries.items()}
     places = Places(base)
     adapters = places.of([*found.adapters])
     wanted = [*(name for name in entries if name not in base), *(adapter.weight for adapter in adapters)]
@@ -116,7 +123,7 @@ def _unread(
     wrapped = {entry.weight_name for entry in found.entries if ".base_layer." in f".{entry.name}"}
     if not (found.adapters or wrapped):
         return []
-    prefixes = {old.removesuffix(new) for old, new in names.items() if old.endswith(new)} | {"", "base_model.model."}
+    prefixes = {old.removesuffix(new) for old, new in names.items() if old.endswith(new)} | {"", _OF_PEFT}
     pairs = []
     for name in made:
         parts = name.split(".") if name not in base else []

@@ -41,6 +41,7 @@ from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, holders, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
+from gonio.measuring.reading.universal_files import archives_in, is_universal
 from gonio.measuring.reading.zero_files import is_zero
 from gonio.messages import say
 
@@ -133,7 +134,8 @@ def _of_file(path: Path) -> Inventory:
     found = _of_opened(path, open_file(path))
     if not path.is_dir():
         return found
-    archives = [file for file in sorted(path.glob("*_states.pt")) if is_zero(path)]
+    archives = archives_in(path) if is_universal(path) else []
+    archives += [file for file in sorted(path.glob("*_states.pt")) if is_zero(path)]
     return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file, ()))))
 
 

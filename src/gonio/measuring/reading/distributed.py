@@ -310,7 +310,8 @@ def _sorted_out(
     except InvalidArgumentError as error:
         alone = fitted(found_states, {}, in_order=True)
         return Opened({}, tuple(lost), tuple(notes), stored, problems, error, alone)
-    owned = {flat: str(word) for word, flat in names[id(found.state)].items()}
+    held = {str(word): flat for word, flat in names[id(found.whole)].items()}
+    owned = {flat: word.removeprefix(found.prefix) for word, flat in held.items() if word.startswith(found.prefix)}
     model = {owned[flat]: tensor for flat, tensor in stored.items() if flat in owned}
     beside = {flat: tensor for flat, tensor in stored.items() if flat not in owned}
     lost = [replace(entry, name=owned[entry.name]) for entry in lost if entry.name in owned]
@@ -322,8 +323,8 @@ def _sorted_out(
         )
         for problem in problems
     )
-    if found.key:
-        notes.insert(0, f"read from {plain(found.key)!r} of the checkpoint")
+    if found.place:
+        notes.insert(0, f"read from {plain(found.place)!r} of the checkpoint")
     if found.beside:
         notes.append(f"not read: {listing([plain(name) for name in found.beside], limit=4)}, of the same checkpoint")
     found_states += _of_mcore(stored, mcore, model)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -104,6 +104,7 @@ class Axes:
         order: the stored dimensions in torch's order (outputs, inputs, positions); None if the file does not tell it.
         kind: what the tensor is. `layout`: how it is read in torch's order.
         reason: why it has no filters, or why the order is not known. `notes`: remarks for the reader.
+        part: whether it is a part of a weight that is computed from several tensors.
     """
 
     order: tuple[int, ...] | None = None
@@ -111,6 +112,7 @@ class Axes:
     layout: Layout | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
+    part: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class StoredTensor:
         values: the dtype in which `load` gives the values, where it is not `dtype` itself.
         file: the name of the file that holds it, where a reader knows it.
         axes: what the format says about its dimensions; None if it stores torch's own tensors.
+        described: what the file's header says of the tensor subclass that it is a part of; empty without one.
     """
 
     shape: tuple[int, ...]
@@ -130,6 +133,7 @@ class StoredTensor:
     values: str = ""
     file: str = ""
     axes: Axes | None = None
+    described: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def entries(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -24,6 +24,7 @@ from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
 from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
 
@@ -49,6 +50,11 @@ _FIELDS = {
 _PACKED = ("INT4", "UINT4", "INT2", "UINT2", "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2")  # several entries to a byte
 _ALIGNMENT = 1 << 16  # bytes to which runtimes align external data
 _DEPTH = 8  # of operators that pass a weight on
+_ON_THE_RIGHT = {  # of products x · W
+    ("MatMul", 1),
+    *((name, 1) for name in ("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")),
+    ("QLinearMatMul", 3),
+}
 _UNSAID = "no operator tells which dimension holds its outputs"
 
 
@@ -59,6 +65,7 @@ class _Reader:
     Attributes:
         ranges: of each file of external data (first byte, byte after the last one) → the tensor's name.
         users: for each value of a graph (operator, number of the input, prefix of its graph) of those that use it.
+        makers: the operator that computes a value, and the number of the output.
     """
 
     path: Path
@@ -69,6 +76,7 @@ class _Reader:
     cut: CutOff = field(default_factory=CutOff)
     ranges: dict[Path, dict[tuple[int, int], str]] = field(default_factory=dict)
     users: dict[str, list[tuple[Any, int, str]]] = field(default_factory=dict)
+    makers: dict[str, tuple[Any, int]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Any) -> None:
         """A tensor by its header, or why its values cannot be read."""
@@ -142,47 +150,6 @@ class _Reader:
         said = str(dtype).removeprefix("torch.")
         return "", "", partial(read_tensor, file, begin, size, said, shape), file.name
 
-    # --- quantised weights -------------------------------------------------------------------------------------------
-
-    def dequantise(self) -> None:
-        """Replace the codes that DequantizeLinear alone reads by the values that it computes from them."""
-        for name, codes in list(self.stored.items()):
-            nodes = [node for node, number, _ in self.users.get(name, []) if number == 0]
-            if not nodes or len(nodes) != len(self.users[name]) or any(not _is_dequantizer(node) for node in nodes):
-                continue
-            _, _, prefix = self.users[name][0]
-            made = [self._dequantised(codes, node, prefix) for node in nodes]
-            if made[0] is None or any(one != made[0] for one in made):
-                continue
-            told = [axes for node in nodes for axes in self._uses_of_all(f"{prefix}{node.output[0]}", codes.shape)]
-            axes = told[0] if told and all(one == told[0] for one in told) and told[0].order else codes.axes or Axes()
-            axes = replace(axes, notes=(*axes.notes, f"dequantised from {codes.dtype} and its scale"))
-            load = partial(_values, codes, *made[0])
-            self.stored[name] = replace(codes, load=load, values="float32", axes=axes)
-
-    def _uses_of_all(self, name: str, shape: tuple[int, ...]) -> Iterator[Axes]:
-        return self._uses(name, tuple(range(len(shape))), _DEPTH) if len(shape) > 1 else iter(())
-
-    def _dequantised(
-        self, codes: StoredTensor, node: Any, prefix: str
-    ) -> tuple[StoredTensor, StoredTensor | None, int, int] | None:
-        """Scale, zero point, axis and size of blocks; None where they are no tensors of the file, or do not fit."""
-        facts, inputs = {fact.name: fact.i for fact in node.attribute}, [*node.input[1:], "", ""]
-        scale, zero = (self.stored.get(f"{prefix}{name}") or self.stored.get(name) for name in inputs[:2])
-        axis, size, dims = facts.get("axis", 1), facts.get("block_size", 0), len(codes.shape)
-        if scale is None or (inputs[1] and zero is None) or (zero is not None and zero.shape != scale.shape):
-            return None
-        if scale.entries == 1 and not size:
-            return scale, zero, 0, 0
-        if not -dims <= axis < dims or size < 0:
-            return None
-        axis %= dims
-        entries = codes.shape[axis]
-        fits = scale.shape == (entries,)
-        if size:
-            fits = scale.shape == (*codes.shape[:axis], -(-entries // size), *codes.shape[axis + 1 :])
-        return (scale, zero, axis, size) if fits else None
-
     # --- axes --------------------------------------------------------------------------------------------------------
 
     def _axes(self, name: str, shape: tuple[int, ...]) -> Axes:
@@ -198,7 +165,8 @@ class _Reader:
     def _uses(self, name: str, dims: tuple[int, ...], depth: int) -> Iterator[Axes]:
         """What each operator that uses a weight says; `dims` are its stored dimensions in the order there."""
         for node, number, prefix in self.users.get(name, []):
-            facts = {fact.name: fact for fact in node.attribute} if node.domain in ("", "ai.onnx") else None
+            known = node.domain in STANDARD or (node.domain == "com.microsoft" and node.op_type in OF_RUNTIME)
+            facts = {fact.name: fact for fact in node.attribute} if known else None
             if facts is not None and node.op_type in ("Identity", "Cast", "Transpose") and depth and node.output:
                 turned = facts["perm"].ints if "perm" in facts else range(len(dims))[::-1]
                 turned = turned if node.op_type == "Transpose" else range(len(dims))
@@ -208,47 +176,20 @@ class _Reader:
             yield Axes() if facts is None else _of_operator(node.op_type, number, dims, facts)
 
 
-def _is_dequantizer(node: Any) -> bool:
-    """Whether a node is DequantizeLinear, of ONNX or of ONNX Runtime, which computes the same."""
-    return node.op_type == "DequantizeLinear" and node.domain in ("", "ai.onnx", "com.microsoft") and bool(node.output)
-
-
-def _values(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, axis: int, size: int) -> Tensor:
-    """(code − zero point) · scale, of the tensor, of each place on an axis, or of each block there.
-
-    References: [1] ONNX, docs/Operators.md, DequantizeLinear.
-    """
-
-    def numbers(part: StoredTensor) -> Tensor:
-        held = part.load()
-        return (held.float() if part.dtype.startswith("float8") else held).double()
-
-    def spread(part: StoredTensor) -> Tensor:
-        held = numbers(part)
-        if part.entries == 1 and not size:
-            return held.reshape(())
-        if size:
-            return held.repeat_interleave(size, axis).narrow(axis, 0, codes.shape[axis])
-        return held.reshape(-1, *[1] * (len(codes.shape) - axis - 1))
-
-    shifted = numbers(codes) if zero is None else numbers(codes) - spread(zero)
-    return (shifted * spread(scale)).float()
-
-
 def _of_operator(operator: str, number: int, dims: tuple[int, ...], facts: dict[str, Any]) -> Axes:
     """What an operator says of the dimensions of its weight (docs/Operators.md of ONNX)."""
     group = max(int(facts["group"].i), 1) if "group" in facts else 1
     match operator, number, len(dims):
-        case "Gemm", 1, 2:
+        case ("Gemm", 1, 2) | ("QGemm", 3, 2):
             straight = "transB" in facts and facts["transB"].i != 0
             return _matrix(dims if straight else dims[::-1])
-        case "MatMul", 1, 2:
+        case _, _, 2 if (operator, number) in _ON_THE_RIGHT:
             return _matrix(dims[::-1])
-        case "MatMul", 0, 2:
+        case "MatMul" | "MatMulInteger" | "QLinearMatMul", 0, 2:
             return _matrix(dims)
         case "Gather", 0, 2 if "axis" not in facts or facts["axis"].i == 0:
             return _matrix(dims)
-        case "Conv", 1, n if n > 2:
+        case ("Conv" | "ConvInteger", 1, n) | ("QLinearConv", 3, n) if n > 2:
             return Axes(dims, f"{n - 2}-d convolution", Layout(groups=group))
         case "ConvTranspose", 1, n if n > 2:
             return Axes(dims, f"transposed {n - 2}-d convolution", Layout(transposed=True, groups=group))
@@ -283,10 +224,14 @@ def open_onnx(path: Path) -> Opened:
             for node in graph.node:
                 for number, name in enumerate(node.input):
                     reader.users.setdefault(names.get(name, name), []).append((node, number, prefix))
+                reader.makers |= {f"{prefix}{name}": (node, number) for number, name in enumerate(node.output) if name}
         for prefix, graph, _ in graphs:
             for name, tensor in _tensors(prefix, graph, reader):
                 reader.add(name, tensor)
-        reader.dequantise()
+        dequantise(
+            OperatorGraph(reader.stored, reader.users, reader.makers),
+            lambda name, dims: reader._uses(name, dims, _DEPTH),
+        )
     except Exception as error:  # of protobuf, and those that a hostile model provokes
         raise damaged(path, error) from error
     reader.problems += reader.cut.problems()

@@ -46,9 +46,11 @@ _CONTAINERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_ATTRIBUTE_DICTS, dict),
 }
 _TENSOR = "torch._utils._rebuild_tensor_v2"
+_WITH_DTYPE = "torch._utils._rebuild_tensor_v3"  # of a dtype without a storage class; it is the last argument but one
 _SUBCLASS = (
     "torch._tensor._rebuild_from_type_v2"  # of a tensor with attributes: (function, class, arguments, attributes)
 )
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"  # of a subclass without a storage: its attributes are all
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 STORAGES = {
     "torch.DoubleStorage": "float64",
@@ -64,8 +66,28 @@ STORAGES = {
     "torch.storage.UntypedStorage": "uint8",
 }
 OF_TORCH = frozenset(
-    {*STORAGES, *_CONTAINERS, *_PARAMETERS, _TENSOR, _SUBCLASS, "torch.Size", "torch.Tensor", "torch.device"}
+    {*STORAGES, *_CONTAINERS, *_PARAMETERS, _TENSOR, _WITH_DTYPE, _SUBCLASS}
+    | {"torch.Size", "torch.Tensor", "torch.device"}
 )
+_AO, _MX = "torchao.quantization", "torchao.prototype.mx_formats"
+# Subclasses that are stored by their parts, as torchao writes them into safetensors too.
+STORED_BY_PARTS = frozenset(
+    {
+        *(f"{_AO}.{name}" for name in ("Float8Tensor", "Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")),
+        *(f"{_MX}.{name}" for name in ("mx_tensor.MXTensor", "nvfp4_tensor.NVFP4Tensor")),
+    }
+)
+# Those, and the classes of their settings.
+OF_SUBCLASSES = STORED_BY_PARTS | {
+    *(_WRAPPER, "torch.serialization._get_layout", "torchao.float8.inference.Float8MMConfig"),
+    *(f"{_AO}.granularity.{name}" for name in ("PerAxis", "PerGroup", "PerRow", "PerTensor")),
+    *(f"{_AO}.quant_primitives.{name}" for name in ("MappingType", "ZeroPointDomain")),
+    f"{_AO}.quantize_.common.kernel_preference.KernelPreference",
+    f"{_AO}.quantize_.workflows.float8.float8_tensor.QuantizeTensorToFloat8Kwargs",
+    f"{_AO}.quantize_.workflows.int8.int8_tensor.QuantizeTensorToInt8Kwargs",
+    *(f"{_MX}.{name}" for name in ("mx_tensor.QuantizeTensorToMXKwargs", "config.ScaleCalculationMode")),
+    f"{_MX}.nvfp4_tensor.QuantizeTensorToNVFP4Kwargs",
+}
 _BUILT_IN = "bool bytearray bytes complex dict float int list long object range slice str tuple".split()  # noqa: SIM905
 _NODES = "Any Boolean Bytes Enum Float Integer Path String".split()  # noqa: SIM905
 # Classes of the settings that trainers save beside a model: their objects become records, which nothing looks into.
@@ -108,6 +130,16 @@ class Record:
         return self.state[key]
 
 
+def parts_of(value: Any) -> dict[str, StoredPart] | None:
+    """The tensors of a subclass that is stored by its parts; None for anything else."""
+    if not isinstance(value, Record) or value.name != _SUBCLASS or len(value.args) != 4:
+        return None
+    function, kind, _, facts = value.args
+    if getattr(function, "name", "") != _WRAPPER or getattr(kind, "name", "") not in STORED_BY_PARTS:
+        return None
+    return {name: one for name, one in dict(facts).items() if isinstance(one, StoredPart)}
+
+
 class _Unpickler(pickle._Unpickler):
     """The unpickler of opcodes that make plain data."""
 
@@ -119,7 +151,7 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, file: BinaryIO, allowed: Collection[str]) -> None:
         super().__init__(file)
-        self._allowed = allowed
+        self._allowed, self._last = allowed, ""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
@@ -127,7 +159,9 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(known, (torch.dtype, torch.layout)):
             return known
         if full not in self._allowed:
-            raise pickle.UnpicklingError(f"it holds an object of {plain(full, longest=200)}")
+            what = "a tensor of the subclass" if self._last == _WRAPPER else "an object of"
+            raise pickle.UnpicklingError(f"it holds {what} {plain(full, longest=200)}")
+        self._last = full
         return _Class(full)
 
     def made(self) -> None:
@@ -142,8 +176,8 @@ class _Unpickler(pickle._Unpickler):
             self.stack[-1] = _CONTAINERS[made.name](*args)
         elif made.name in _PARAMETERS and args and isinstance(args[0], (StoredPart, Record)):
             self.stack[-1] = args[0]
-        elif made.name == _TENSOR:
-            self.stack[-1] = StoredPart.of(args)
+        elif made.name in (_TENSOR, _WITH_DTYPE):
+            self.stack[-1] = StoredPart.of(args, args[6] if made.name == _WITH_DTYPE else None)
         elif made.name == _SUBCLASS and [getattr(one, "name", "") for one in args[:2]] == [_TENSOR, "torch.Tensor"]:
             self.stack[-1] = StoredPart.of(args[2])
         else:
@@ -192,8 +226,10 @@ class StoredPart:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...]) -> StoredPart:
+    def of(cls, args: tuple[Any, ...], own: torch.dtype | None = None) -> StoredPart:
+        """A tensor by the arguments of its function; of a storage of bytes with a dtype of its own."""
         (dtype, key), offset, shape, strides = args[:4]
+        dtype = str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else dtype
         if any(type(n) is not int or n < 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
             raise ValueError("a tensor's place is no list of natural numbers")
         return cls(dtype, key, offset, tuple(shape), tuple(strides))

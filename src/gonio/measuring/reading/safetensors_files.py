@@ -51,13 +51,12 @@ def open_safetensors(path: Path) -> Opened:
         with path.open("rb") as raw:
             (length,) = struct.unpack("<Q", raw.read(8))
             header = json.loads(raw.read(length))
-        stored = {}
+        stored, described = {}, _described(texts_of(header))
         for name in names:
             shape, (begin, end) = tuple(header[name]["shape"]), header[name]["data_offsets"]
             dtype = DTYPES.get(header[name]["dtype"], header[name]["dtype"])
-            stored[name] = StoredTensor(
-                shape, dtype, partial(read_tensor, path, 8 + length + begin, end - begin, dtype, shape)
-            )
+            load = partial(read_tensor, path, 8 + length + begin, end - begin, dtype, shape)
+            stored[name] = StoredTensor(shape, dtype, load, described=described.get(name, {}))
         return Opened(stored, metadata=texts_of(header))
     except Exception as error:  # the reader's own errors, OSError, and those that a hostile header provokes
         raise damaged(path, error) from error
@@ -67,6 +66,21 @@ def texts_of(header: Mapping[str, Any]) -> dict[str, str]:
     """The texts that a program has written into a header."""
     held = header.get("__metadata__")
     return {k: v for k, v in held.items() if isinstance(v, str)} if isinstance(held, dict) else {}
+
+
+def _described(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """For the key of each part of a tensor subclass, what torchao writes of the subclass."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, text in texts.items():
+        try:
+            about: Any = json.loads(text) if text.startswith("{") else None
+        except (ValueError, RecursionError):
+            continue
+        parts = about.get("_tensor_data_names") if isinstance(about, dict) else None
+        path, _, last = name.rpartition(".")
+        for part in parts if isinstance(parts, list) else ():
+            found[f"{path}._{last}_{part}".removeprefix(".")] = about
+    return found
 
 
 def read_tensor(path: Path, offset: int, size: int, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -61,6 +61,7 @@ from gonio.measuring.reading.order import families, in_depth_order, missing_in_b
 from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
 from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in, with_states
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
+from gonio.measuring.reading.universal_files import is_universal, open_universal
 from gonio.measuring.reading.zero_files import is_zero, open_zero
 from gonio.messages import Message, joined, say
 
@@ -276,7 +277,7 @@ def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
     order = axes.order
     kind = axes.kind or f"{len(tensor.shape)}-d tensor"
     made = tensor.entry(name, kind, axes.layout, axes.reason, axes.notes)
-    made = replace(made, table=kind in (TABLE, EMBEDDING))
+    made = replace(made, table=kind in (TABLE, EMBEDDING), role="part" if axes.part else "")
     if order is None or order == tuple(range(len(order))):
         return made
     shape = tuple(tensor.shape[dim] for dim in order)
@@ -286,9 +287,9 @@ def _by_axes(name: str, tensor: StoredTensor, axes: Axes) -> TensorEntry:
 def _plain_name(name: str) -> str:
     """The name in the plain model of a tensor of peft's wrapped layer; empty if it is the same."""
     parts = name.split(".")
-    if "modules_to_save" in parts[:-2]:
+    if "modules_to_save" in parts[:-1]:  # in a file the adapter's name after it may be left out
         at = parts.index("modules_to_save")
-        return ".".join(parts[:at] + parts[at + 2 :])
+        return ".".join(parts[:at] + parts[min(at + 2, len(parts) - 1) :])
     kept = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
     return "" if kept == name else kept
 
@@ -466,18 +467,25 @@ def open_file(path: Path, key: str = "") -> Opened:
         MissingExtraError: if the package that reads its kind is not installed.
     """
     if path.is_dir():
-        return open_distributed(path, key) if is_distributed(path) else open_zero(path)
+        if is_distributed(path):
+            return open_distributed(path, key)
+        return open_universal(path) if is_universal(path) else open_zero(path)
     if not path.is_file():
         raise absent(path)
     return open_shards(path) if path.name.endswith(".index.json") else open_single(path, key)
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a folder is a checkpoint as a whole."""
+    return is_distributed(folder) or is_zero(folder) or is_universal(folder)
+
+
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """The one model of a folder, an index before single files, or its parts where the index is missing; other files.
 
-    A folder of torch.distributed.checkpoint or of DeepSpeed's ZeRO is itself the one.
+    A folder of torch.distributed.checkpoint or of DeepSpeed is itself the one.
     """
-    if is_distributed(folder) or is_zero(folder):
+    if is_whole(folder):
         return [folder], []
     for pattern in _PATTERNS:
         found = sorted(folder.glob(pattern))
@@ -503,7 +511,7 @@ def files_read(source: Source) -> Iterator[tuple[str, Path]]:
     path = Path(source)
     folder = path if path.is_dir() else path.parent
     for file in files_in(path)[0] if path.is_dir() else [path]:
-        if file.is_dir() and (is_distributed(file) or is_zero(file)):
+        if file.is_dir() and is_whole(file):
             yield from ((each.relative_to(file).as_posix(), each) for each in sorted(file.rglob("*")) if each.is_file())
         elif file.suffix == ".onnx" or not file.name.endswith(KINDS):
             raise OSError("its values may lie in other files")
@@ -533,7 +541,7 @@ def folders_with_models(folder: Path) -> list[str]:
     return [
         plain(one.name)
         for one in within
-        if is_distributed(one) or is_zero(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
+        if is_whole(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
     ]
 
 

@@ -120,11 +120,20 @@ class Found:
     Attributes:
         key: its place, with dots between keys; "" for the checkpoint itself.
         beside: the places of other tensors in the checkpoint, which were not read.
+        prefix: of a part of the mapping at this place, what the names of all its tensors began with.
+        whole: the mapping at this place.
     """
 
     state: Mapping[Any, Any]
     key: str
     beside: tuple[str, ...]
+    prefix: str = ""
+    whole: Mapping[Any, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """The key, and the prefix within its mapping."""
+        return f"{self.key}.{self.prefix}".strip(".")
 
 
 def state_in(content: Any, *, what: str, key: str = "") -> Found:
@@ -138,16 +147,20 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         InvalidArgumentError: if it holds no named tensors there.
     """
     if key:
-        inner = content
-        for word in key.split("."):
-            inner = inner.get(word) if isinstance(inner, Mapping) else None
-        if not isinstance(inner, Mapping) or not _holds_tensors(inner):
+        inner, words = content, key.split(".")
+        while words and isinstance(inner, Mapping) and isinstance(inner.get(words[0]), Mapping):
+            inner = inner[words.pop(0)]
+        if words and isinstance(inner, Mapping) and (part := _part(inner, words)):
+            at, depth = key.removesuffix(".".join(words)).rstrip("."), len(words)
+            beside = {f"{at}.{'.'.join(str(name).split('.')[:depth])}".lstrip(".") for name in inner}
+            return Found(part, at, tuple(sorted(beside - {key})), ".".join(words) + ".", inner)
+        if words or not isinstance(inner, Mapping) or not _holds_tensors(inner):
             held = list(holders(content)) if isinstance(content, Mapping) else []
             do = f"Tensors are under: {shorten_list(held, repr)}." if held else "Leave the key out."
             raise InvalidArgumentError(f"measure() looks for named tensors under the key {key!r} of {what}", "none", do)
         found = state_in(inner, what=f"{what} under {key!r}")
-        beside = [*found.beside, *(other for other in holders(content) if other != key.partition(".")[0])]
-        return Found(found.state, f"{key}.{found.key}".rstrip("."), tuple(beside))
+        others = [*found.beside, *(other for other in holders(content) if other != key.partition(".")[0])]
+        return replace(found, key=f"{key}.{found.key}".rstrip("."), beside=tuple(others))
     places = list(_places(content, "", _DEPTH)) if isinstance(content, Mapping) else []
     places = places or _trained(content)
     if not places:
@@ -159,7 +172,42 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         here = [f"{read}{name}" for name in holders(inner) if name != word]
         others += [name for name in here if not any(f"{other}.".startswith(f"{name}.") for other in others)]
         inner, read = inner[word], f"{read}{word}."
-    return Found(state, at.removeprefix("."), tuple(others))
+    return Found(state, at.removeprefix("."), tuple(others), whole=state)
+
+
+def _part(state: Mapping[Any, Any], words: Sequence[str]) -> dict[str, Any]:
+    """What a mapping has under names that begin with these words, without them; empty if no tensor is there."""
+    prefix = ".".join(words) + "."
+    held = {str(name).removeprefix(prefix): one for name, one in state.items() if str(name).startswith(prefix)}
+    return held if any(isinstance(one, Tensor) for one in held.values()) else {}
+
+
+def twins(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """The prefixes under which a mapping has tensors of the same names and shapes, most of its matrices together.
+
+    They are two networks or more of one architecture: a network and the average of its weights, as in MoCo and in mean
+    teachers, or twin towers. Words that end with a digit count layers, which are alike in any network.
+
+    Example:
+        >>> from gonio.measuring.reading.state_dicts import twins
+        >>> twins({f"{side}.{i}.weight": (4, 4) for side in ("encoder_q", "encoder_k") for i in (0, 1)})
+        ('encoder_q', 'encoder_k')
+    """
+    under: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in shapes.items():
+        words = name.split(".")
+        counted_from = next((at for at, word in enumerate(words) if word[-1:].isdigit()), len(words))
+        for depth in range(1, min(_DEPTH, len(words) - 1, counted_from) + 1):
+            under.setdefault(".".join(words[:depth]), set()).add((".".join(words[depth:]), shape))
+    alike: dict[frozenset[tuple[str, tuple[int, ...]]], list[str]] = {}
+    for prefix, held in under.items():
+        if sum(len(shape) > 1 for _, shape in held) > 1:
+            alike.setdefault(frozenset(held), []).append(prefix)
+    matrices = sum(len(shape) > 1 for shape in shapes.values())
+    for each, prefixes in sorted(alike.items(), key=lambda pair: -len(pair[0]) * len(pair[1])):
+        if len(prefixes) > 1 and 2 * len(prefixes) * sum(len(shape) > 1 for _, shape in each) > matrices:
+            return tuple(prefixes)
+    return ()
 
 
 def _no_state(content: Any, what: str) -> InvalidArgumentError:
@@ -276,11 +324,28 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
         elif value is not None:
             kind = type(value).__name__
             others.append(TensorEntry(str(name), kind, None, None, f"not a tensor but {kind}"))
-    notes = [say("read from {key} of the checkpoint", key=repr(plain(found.key)))] if found.key else []
+    notes = [say("read from {key} of the checkpoint", key=repr(plain(found.place)))] if found.place else []
+    notes += _of_twins(found, {name: tensor.shape for name, tensor in stored.items()}, in_file=read is not None)
     if found.beside:
         beside = listing([plain(key) for key in found.beside], limit=4)
         notes.append(say("not read: {names}, of the same checkpoint", names=beside))
     return Opened(stored | packed, tuple(others), tuple(notes))
+
+
+def _of_twins(found: Found, shapes: Mapping[str, tuple[int, ...]], *, in_file: bool) -> list[Message]:
+    """A note on networks of one architecture under several prefixes, which are measured together."""
+    if not (alike := twins(shapes)):
+        return []
+    key = plain(f"{found.place}.{alike[0]}".lstrip("."))
+    do = say("--key {key} reads the first alone", key=key) if in_file else say("pass one alone for its own figures")
+    return [
+        say(
+            "{names} have tensors of the same names and shapes, as a network and its average have, or two of one "
+            "architecture; all are read: {do}",
+            names=listing([plain(one) for one in alike], limit=4),
+            do=do,
+        )
+    ]
 
 
 def with_states(opened: Opened, places: Sequence[str]) -> Opened:

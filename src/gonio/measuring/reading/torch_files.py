@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,18 +19,22 @@ from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
 from gonio.measuring.reading.optimizers import Raw, fitted, no_states, optimizers_in
-from gonio.measuring.reading.pickles import OF_SETTINGS, OF_TORCH, Archive, Record, StoredPart
+from gonio.measuring.reading.pickles import (
+    OF_SETTINGS,
+    OF_SUBCLASSES,
+    OF_TORCH,
+    Archive,
+    Record,
+    StoredPart,
+    parts_of,
+)
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in, with_states
 from gonio.messages import say
 
 SUFFIXES = TORCH
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
-_OTHER = re.compile(r"it holds an object of ([\w.]{1,200})")  # of the reader of pickles here
-_SUBCLASSES = (
-    "torch._utils._rebuild_wrapper_subclass",
-    "torch._tensor._rebuild_from_type_v2",
-)  # by which torch makes them
+_OTHER = re.compile(r"it holds (an object of|a tensor of the subclass) ([\w.]{1,200})")  # of the reader of pickles here
 _PARTS_OF_A_PROCESS = "must be imported to load DTensors"  # in errors of torch's reader
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
@@ -83,7 +87,7 @@ def open_torch(path: Path, key: str = "") -> Opened:
     left = no_states(found.beside, raw)
     states, found = [place for place in found.beside if place not in left], replace(found, beside=left)
     at = tuple(found.key.split(".")) if found.key else ()
-    opened = with_states(open_state(found, lambda name: mapped.read((*at, name))), states)
+    opened = with_states(open_state(found, lambda name: mapped.read((*at, f"{found.prefix}{name}"))), states)
     if classes := sorted(_classes_in(mapped.content)):
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
@@ -188,10 +192,12 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
 def _beside_settings(path: Path) -> Any:
     """The content of an archive with objects of settings, which become records; its tensors are mapped into memory.
 
+    A tensor subclass under a name becomes the tensors that it is made of, under the keys that torchao gives them.
+
     Raises:
         Exception: almost any for another archive.
     """
-    archive = Archive(path, allowed=OF_TORCH | OF_SETTINGS)
+    archive = Archive(path, allowed=OF_TORCH | OF_SETTINGS | OF_SUBCLASSES)
     file, storages = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size), {}
 
     def tensor_of(part: StoredPart) -> Tensor:
@@ -202,11 +208,17 @@ def _beside_settings(path: Path) -> Any:
         empty = torch.empty(0, dtype=getattr(torch, part.dtype))
         return empty.set_(storages[part.key], part.offset, part.shape, part.strides)
 
+    def by_parts(name: Any, value: Any) -> Iterator[tuple[Any, Any]]:
+        parts = parts_of(value)
+        path, _, last = str(name).rpartition(".")
+        keys = {part: f"{path}._{last}_{part}".removeprefix(".") for part in parts or ()}
+        yield from [(name, value)] if parts is None else ((keys[part], one) for part, one in parts.items())
+
     def read(value: Any) -> Any:
         if isinstance(value, StoredPart):
             return tensor_of(value)
         if isinstance(value, dict):
-            return {key: read(one) for key, one in value.items()}
+            return {key: read(one) for name, held in value.items() for key, one in by_parts(name, held)}
         return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else value
 
     return read(archive.content)
@@ -236,17 +248,18 @@ def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
     known = [f"{known_error}{told.partition(' Check the documentation')[0].strip()}"] if known_error else []
     said = (known or lines or [type(error).__name__])[0]
     do = "Code in a file is never run here: save model.state_dict(), best as .safetensors."
-    held = _OTHER.search(str(other)) or (_CLASS.search(str(error)) if other is error else None)
+    held = _OTHER.search(str(other))
+    own = _CLASS.search(str(error)) if other is error else None
     if _PARTS_OF_A_PROCESS in str(error):
         return (
             say("it holds of each tensor the part that one process had (DTensor)"),
             say("Save them together by torch.distributed.checkpoint, or the full_tensor() of each."),
         )
-    if held and held[1] in _SUBCLASSES:
+    if held and held[1].startswith("a tensor"):
         do = say("Code in a file is never run here: save plain tensors, such as the dequantize() of each.")
-        return say("it holds more than tensors and plain containers: tensors of a subclass"), do
-    if held:
-        return f"it holds more than tensors and plain containers: an object of {held[1]}", do
+        return say("it holds more than tensors and plain containers: tensors of the subclass {name}", name=held[2]), do
+    if named := held[2] if held else own[1] if own else "":
+        return f"it holds more than tensors and plain containers: an object of {named}", do
     if other is not error:
         return (
             f"it is damaged: {plain(str(other) or type(other).__name__, longest=300)}",

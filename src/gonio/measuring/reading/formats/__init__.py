@@ -91,7 +91,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "checkpoint_format": ("gptq", "gptq_v2"),
     "format": (
         *("gptq", "gptq_v2", "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
-        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+        *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "mixed-precision"),
     ),
     "pack_dtype": ("int32",),
     "quant_algo": ("FP8", "NVFP4"),
@@ -105,10 +105,11 @@ _HARMLESS = {
     *("modules_in_block_to_quantize", "modules_to_fuse", "do_fuse", "quantizer", "global_compression_ratio"),
     *("model_file_base_name", "model_name_or_path", "quant_type", "disable_exllama", "producer", "exclude_modules"),
     *("kv_cache_quant_algo", "include_input_output_embeddings", "untie_embedding_weights", "quant_type_kwargs"),
+    *("quant_config", "skip_modules", "weights", "activations"),
 }
 _METHODS = (
     *("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt"),
-    "torchao",
+    *("torchao", "hqq"),
 )
 
 

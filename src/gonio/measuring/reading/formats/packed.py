@@ -1,4 +1,4 @@
-"""Weights of compressed-tensors and modelopt: integers packed in int32, or 4-bit floats with scales of blocks."""
+"""Weights of compressed-tensors and modelopt: integers packed in int32, or floats of 4 or 6 bits with block scales."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gonio.errors import GonioError
 from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
 from gonio.measuring.reading.formats.bitsandbytes import halves
 from gonio.measuring.reading.formats.grouped import unpacked
-from gonio.measuring.reading.formats.scaled import fp4_values
+from gonio.measuring.reading.formats.scaled import fp4_values, fp6_values
 
 _BITS = range(2, 9)
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -35,7 +35,7 @@ def _packed(name: str, stored: FileTensors, config: Mapping[str, Any]) -> Stored
     bits, columns = found
     load = _float_values if codes.dtype == "uint8" else _integer_values
     made = computed(load, parts, bits, columns, shape=(codes.shape[0], columns))
-    said = "compressed-tensors" if codes.dtype == "int32" else "MXFP4" if scales.dtype == "uint8" else "NVFP4"
+    said = "compressed-tensors" if codes.dtype == "int32" else f"MXFP{bits}" if scales.dtype == "uint8" else "NVFP4"
     used = (name, *(f"{path}{part}" for part in parts if part != "weight_packed"))
     return StoredWeight(f"{path}weight", used, made, f"dequantised from {bits} bits ({said})")
 
@@ -101,20 +101,21 @@ def _modelopt(key: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWe
 
 
 def _floats(parts: StoredTensors) -> tuple[int, int] | None:
-    """Bits and columns of 4-bit floats, if all shapes fit each other."""
+    """Bits and columns of floats of 4 or 6 bits, if all shapes fit each other."""
     (rows, stored), scales = parts["weight_packed"].shape, parts["weight_scale"]
     divisor, alone = parts.get("weight_global_scale"), scales.dtype == "uint8"
     if set(parts) & {"weight_zero_point", "weight_g_idx", "weight_shape"} or len(scales.shape) != 2:
         return None
     block = 32 if alone else 16
-    if scales.shape != (rows, 2 * stored // block) or 2 * stored % block or (alone and divisor is not None):
+    bits = next((n for n in (4, 6) if scales.shape[1] * block * n == 8 * stored), 0)
+    if scales.shape[0] != rows or not bits or (alone and divisor is not None) or (bits == 6 and not alone):
         return None
     fits = alone or (scales.dtype == "float8_e4m3fn" and ("factor" in parts or divisor is not None))
-    return (4, 2 * stored) if fits and (divisor is None or divisor.entries == 1) else None
+    return (bits, 8 * stored // bits) if fits and (divisor is None or divisor.entries == 1) else None
 
 
 def _float_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
-    """4-bit float · scale of its block, divided by `weight_global_scale`, or times `weight_scale_2`.
+    """Float of 4 or 6 bits · scale of its block, divided by `weight_global_scale`, or times `weight_scale_2`.
 
     References: [1] NVIDIA, "Pretraining large language models with NVFP4", 2025, arXiv 2509.25149, section 2.
     """
@@ -124,7 +125,12 @@ def _float_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
         scales = scales / parts["weight_global_scale"].load().float().reshape(())
     if "factor" in parts:
         scales = scales * parts["factor"].load().float().reshape(())
-    values = fp4_values(halves(parts["weight_packed"].load(), high_first=False))
+    packed = parts["weight_packed"].load()
+    if bits == 4:
+        values = fp4_values(halves(packed, high_first=False))
+    else:  # four codes in three bytes, of 2 bits of exponent and 3 of mantissa
+        triples = packed.int().unflatten(-1, (-1, 3)) << torch.tensor([0, 8, 16])
+        values = fp6_values((triples.sum(-1, keepdim=True) >> torch.tensor([0, 6, 12, 18]) & 63).flatten(-2), 2)
     return values.unflatten(-1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 

@@ -23,23 +23,40 @@ BLOCK = 128  # rows and columns of a block where neither the shapes nor the conf
 LARGEST_BLOCK = 1 << 20
 SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
 ZEROS = ("{n}_zero_point", "{n}.zero_point", "{p}zero_point")
-# Of a tensor subclass that a file stores by its parts: the end of the codes' key, and the keys of the others.
-_INNER = "._data"  # quanto
-_QDATA = "_qdata"  # torchao
+# The ends of the codes' keys of tensor subclasses that a file stores by their parts: of quanto, of torchao.
+_INNER, _CODES = "._data", "_qdata"
 # Scales of activations, beside those of weights.
 ACTIVATIONS = ("input_scale", "scale_input", "input_scale_ub", "output_scale", "scale_output", "act_scale")
 
 
 def _scaled(name: str, stored: FileTensors, config: Mapping[str, Any]) -> StoredWeight | None:
-    weight = stored[name]
-    if len(weight.shape) < 2:
-        return None
     path, last = f"{name.rpartition('.')[0]}.".lstrip("."), name.rpartition(".")[2]
-    own, keys, zeros = _keys(name, path, last)
-    if own != name:
-        if own in stored:
-            return None
-        config = {**config, **_exact(weight.shape, stored.get(keys[0]))}
+    if len(stored[name].shape) < 2 or name.endswith(_CODES):
+        return None
+    if name.endswith(_INNER):
+        own = name.removesuffix(_INNER)
+        return coded(name, own, f"{own}.", stored, config)
+    scales, zeros = ([key.format(n=name, p=path, l=last) for key in kinds] for kinds in (SCALES, ZEROS))
+    return _of_keys(name, name, scales, zeros, stored, config)
+
+
+def coded(name: str, own: str, parts: str, stored: FileTensors, config: Mapping[str, Any]) -> StoredWeight | None:
+    """A weight of 8 bits that a tensor subclass stores by its parts; None where the weight itself is there.
+
+    Args:
+        own: the name of the weight. `parts`: the beginning of the keys of its scale and zero point.
+    """
+    if own in stored:
+        return None
+    keys, zeros = [f"{parts}_scale"], [f"{parts}_zero_point"]
+    config = {**config, **_exact(stored[name].shape, stored.get(keys[0]))}
+    return _of_keys(name, own, keys, zeros, stored, config)
+
+
+def _of_keys(
+    name: str, own: str, keys: list[str], zeros: list[str], stored: FileTensors, config: Mapping[str, Any]
+) -> StoredWeight | None:
+    weight, path = stored[name], f"{name.rpartition('.')[0]}.".lstrip(".")
     known = [key for key in keys if key in stored and key != name]
     fitting = [key for key in known if _blocks(weight.shape, stored[key], config) is not None]
     if len(fitting) == 1 and len(known) == 1:
@@ -56,21 +73,6 @@ def _scaled(name: str, stored: FileTensors, config: Mapping[str, Any]) -> Stored
     if not beside:
         return None
     return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {beside[0]} scales it is not known")
-
-
-def _keys(name: str, path: str, last: str) -> tuple[str, list[str], list[str]]:
-    """The weight's name, and the keys that its scale and its zero point may have.
-
-    quanto stores `weight._data` and `weight._scale`; torchao `_weight_qdata`, `_weight_scale` and `_weight_zero_point`.
-    """
-    if name.endswith(_INNER):
-        own = name.removesuffix(_INNER)
-        return own, [f"{own}._scale"], []
-    if last.startswith("_") and last.endswith(_QDATA):
-        stem = last.removesuffix(_QDATA)
-        return f"{path}{stem[1:]}", [f"{path}{stem}_scale"], [f"{path}{stem}_zero_point"]
-    scales, zeros = ([key.format(n=name, p=path, l=last) for key in kinds] for kinds in (SCALES, ZEROS))
-    return name, scales, zeros
 
 
 def _exact(shape: tuple[int, ...], scale: StoredTensor | None) -> dict[str, list[int]]:
@@ -213,6 +215,19 @@ def _mxfp4_values(codes: StoredTensor, scales: StoredTensor, shape: tuple[int, i
 def fp4_values(codes: Tensor) -> Tensor:
     """The numbers that codes of 4 bits stand for: a sign, 2 bits of exponent and 1 of mantissa."""
     return torch.tensor([*_FP4, *(-value for value in _FP4)])[codes]
+
+
+def fp6_values(codes: Tensor, exponent: int) -> Tensor:
+    """The numbers that codes of 6 bits stand for: a sign, 2 or 3 bits of exponent, and the others of mantissa.
+
+    References:
+        [1] Open Compute Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.3.2.
+    """
+    mantissa = 5 - exponent
+    bias, steps = 2 ** (exponent - 1) - 1, torch.arange(32)
+    powers, rest = (steps >> mantissa), (steps & (2**mantissa - 1)) / 2**mantissa
+    table = torch.where(powers > 0, torch.ldexp(1 + rest, powers - bias), torch.ldexp(rest, torch.tensor(1 - bias)))
+    return torch.cat((table, -table))[codes.int()]
 
 
 FORMATS = (Format(_scaled, dtypes=("float8", "int8")), Format(_microscaled, ("_blocks",)))
