@@ -88,6 +88,19 @@ class Renamed(torch.optim.SGD):
         return super().step(closure)
 
 
+def test_a_schedule_does_not_warn_that_a_step_is_replaced() -> None:
+    model = layer()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Renamed(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+    for _ in range(3):
+        model(torch.ones(5, 4)).square().sum().backward()
+        optimizer.step()
+        schedule.step()  # warnings are errors
+    assert [row["learning_rate"] for row in tracker.rows] == pytest.approx([0.1, 0.01, 0.001])
+
+
 @pytest.mark.parametrize("schedule", ["none", "before", "after"])
 def test_the_step_of_a_class_that_calls_that_of_its_base_is_one_step(schedule: str) -> None:
     model = layer()

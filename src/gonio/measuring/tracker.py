@@ -12,15 +12,16 @@ from functools import partial
 from math import inf
 from typing import Any, Literal, NoReturn, SupportsIndex
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import referrer
-from gonio.editing.steps import watch
+from gonio.editing.steps import differ, sum_of, watch
 from gonio.editing.where import asked_of, require_model
 from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
-from gonio.execution import several_ranks
+from gonio.execution import is_sharded, several_ranks
 from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
@@ -193,7 +194,8 @@ class Tracker:
         self.left_out: dict[str, str] = {}
         self._ends, self._optimizers = [], [type(each).__name__ for each in optimizers]
         refer = referrer(model)
-        self._versions = [(refer(p), p._version) for p in model.parameters() if not p.is_inference()]
+        plain = [p for p in model.parameters() if p.is_floating_point() and (type(p) is nn.Parameter or is_sharded(p))]
+        self._sums = [(refer(p), sum_of(p)) for p in plain if p.layout == torch.strided] if optimizers else []
         shielded = partial(partial, _shielded, weakref.ref(self))
         whole = shielded(Tracker._begin), shielded(Tracker._end)
         for each in watched:
@@ -316,16 +318,22 @@ class Tracker:
             return f"{self._step} steps were counted, and every={self._every}. Lower every=, or call measure()."
         name = " and ".join(self._optimizers)
         steps = max((count - (key in self._open) for key, count in self._counts.items()), default=0)
+        changed = any((p := ref()) is not None and differ(was, sum_of(p)) for ref, was in self._sums)
+        if not steps and not changed:
+            return f"the {name} made no step, and no weight of the model has changed."
         if not steps:
-            changed = any((p := ref()) is not None and p._version != version for ref, version in self._versions)
-            if not changed:
-                return f"the {name} made no step, and no weight of the model has changed."
             return (
                 f"no step of the {name} was observed, although weights of the model have changed. "
                 "Pass the optimizer whose step() trains the model."
             )
         if steps < self._every:
             return f"the {name} made {steps} steps, and every={self._every}. Pass a smaller every=."
+        if changed and self._every == 1:
+            return (
+                f"no step of the {name} changed a weight, although weights of the model have changed: something else "
+                "trains them, such as hooks in the backward pass or a trainer that keeps copies of the weights. "
+                "Leave optimizer= out, and call step() after each step."
+            )
         return f"no measured step of the {name} changed a weight, as when a gradient scaler skips it."
 
     @property

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, real_optimizers, watch
+from gonio.editing.steps import check_optimizer, expect_steps_, watch
 from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites, unwrapped
+from gonio.editing.wrappers import parameter_ids, real_optimizers
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.messages import counted, say
 from gonio.optim.holding import refuse_averages, step_of_hold

@@ -12,18 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited, Refer, referrer
-from gonio.editing.steps import (
-    check_optimizer,
-    expect_steps_,
-    is_transparent,
-    parameter_ids,
-    per_parameter,
-    real_optimizers,
-    refuse_kept_list,
-    take_out_,
-    with_inner,
-)
+from gonio.editing.steps import check_optimizer, expect_steps_, per_parameter, refuse_kept_list, take_out_
 from gonio.editing.where import Where, as_selector, asked_of, sites
+from gonio.editing.wrappers import is_transparent, parameter_ids, real_optimizers, with_inner
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
