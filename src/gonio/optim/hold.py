@@ -465,7 +465,8 @@ def _new_group_(
 ) -> None:
     """Give parameters a group with the options of another one, out of which they are taken if they are in it."""
     refuse_kept_list(optimizer, edit.verb)
-    if "initial_lr" in group:
+    noted = "initial_lr" in group and "initial_lr" not in optimizer.defaults  # by a schedule, not by the class
+    if noted or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise NotApplicableError(
             "hold_", "", "the optimizer has a schedule, which does not know the parameter group that this adds",
             "Call hold_ before the schedule is built, or give weights that decay and those that are held groups of "
