@@ -81,6 +81,30 @@ def test_the_gradient_of_a_fused_step_is_without_the_scale(unscale: bool) -> Non
     assert gradient_norms(tracker) == pytest.approx([expected])
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_compiled_step_is_measured_and_the_measuring_is_not_compiled(tracked: bool) -> None:
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1) if tracked else None
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend=backend)
+    for number in range(1, 3):
+        optimizer.zero_grad()
+        model(torch.ones(5, 4)).square().sum().backward()
+        before = model.weight.detach().clone()
+        step()
+        if tracker is not None:
+            update = float((model.weight.detach() - before).norm() / before.norm())
+            assert tracker.rows[-1] == {**tracker.rows[-1], "step": number, "relative_update": pytest.approx(update)}
+    assert len(graphs) <= 3
+
+
 class Renamed(torch.optim.SGD):
     """Calls the step of its base class, around which torch calls the hooks of a step once more."""
 

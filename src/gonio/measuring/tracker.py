@@ -196,7 +196,9 @@ class Tracker:
         refer = referrer(model)
         plain = [p for p in model.parameters() if p.is_floating_point() and (type(p) is nn.Parameter or is_sharded(p))]
         self._sums = [(refer(p), sum_of(p)) for p in plain if p.layout == torch.strided] if optimizers else []
-        shielded = partial(partial, _shielded, weakref.ref(self))
+        # not to be compiled with the step: measuring is hundreds of graphs (optimizers have imported the compiler)
+        act = torch.compiler.disable(_shielded) if watched else _shielded
+        shielded = partial(partial, act, weakref.ref(self))
         whole = shielded(Tracker._begin), shielded(Tracker._end)
         for each in watched:
             before = shielded(Tracker._before)
