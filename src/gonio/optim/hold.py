@@ -15,7 +15,14 @@ from gonio.editing.edit import Edit, Edited, Refer, referrer
 from gonio.editing.steps import check_optimizer, expect_steps_, per_parameter, refuse_kept_list, take_out_
 from gonio.editing.where import Where, as_selector, asked_of, sites
 from gonio.editing.wrappers import is_transparent, parameter_ids, real_optimizers, with_inner
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
+from gonio.errors import (
+    AlreadyAppliedError,
+    InvalidArgumentError,
+    NoMatchError,
+    NotApplicableError,
+    check_range,
+    listing,
+)
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
 from gonio.geometry.views import why_not_dense
@@ -205,6 +212,8 @@ def check_arguments(
             known = ", ".join(map(repr, choices))
             raise InvalidArgumentError(f"hold_({name}=) is one of {known}", repr(value), "Choose one of them.")
     number = isinstance(radius, (int, float)) and not isinstance(radius, bool)
+    if number:
+        check_range("hold_", radius=radius)  # type: ignore[arg-type]
     if radius != "initial" and not (number and 0 < float(radius) < float("inf")):  # type: ignore[arg-type]
         do = "Pass the norm that weights shall have."
         raise InvalidArgumentError("hold_(radius=) is 'initial' or a positive number", repr(radius), do)
