@@ -152,3 +152,18 @@ def test_the_step_of_a_class_that_calls_that_of_its_base_is_one_step(schedule: s
     assert all(0 < row["rotation"] < 0.11 for row in tracker.rows)
     assert float(model.weight.detach().norm()) == pytest.approx(norm)
     held.undo_()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_weight_whose_parameters_several_optimizers_step_is_named(apart: bool) -> None:
+    model = nn.Sequential(layer(), nn.Linear(3, 2))
+    gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="0")
+    gains = list(model[0].weight_parametrization.parameters())
+    rest = [p for p in model.parameters() if not any(p is gain for gain in gains)]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in ([gains, rest] if apart else [gains + rest[:2], rest[2:]])]
+    if not apart:
+        assert gonio.Tracker(model, optimizer=optimizers).left_out == {}  # warnings are errors
+        return
+    with pytest.warns(gonio.errors.GonioWarning, match="Tracker: 0: several optimizers step parameters of its weight"):
+        tracker = gonio.Tracker(model, optimizer=optimizers)
+    assert [*tracker.left_out] == ["0"]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gonio.editing.edit import referrer
 from gonio.editing.steps import differ, sum_of, watch
 from gonio.editing.where import asked_of, require_model
-from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
+from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError, listing
 from gonio.execution import is_sharded, several_ranks
 from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
@@ -36,11 +36,12 @@ from gonio.measuring.training.attention import ATTENTION, AttentionFigures, atte
 from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
 from gonio.measuring.training.loggers import sender_of
 from gonio.measuring.training.shards import SHARDED, ShardSums, divided, local, norms_of_shards
-from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers
+from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers, of_several
 from gonio.messages import say
 from gonio.surgery import Where, as_selector, sites
 
 EVERY, PAUSE = 100, 1.0  # steps, and seconds with a page, from one measurement to the next
+SEVERAL = "several optimizers step parameters of its weight, and a row has the step of one of them alone"
 FIGURES = ("nonfinite", *TRACKED)  # the columns of a CSV file, in this order
 
 
@@ -108,7 +109,8 @@ class Tracker:
         rows: a dict with `step`, `layer` and the figures, for each measured step and layer. A figure that does not
             apply is absent: a depthwise convolution has no angles.
         heads: for "attention", each recorded step with what each head attends to.
-        left_out: of each divided weight, why figures are absent; empty without one.
+        left_out: of each divided weight, why figures are absent; of one with parameters in several optimizers, that
+            figures of steps are those of one of them. Empty without one.
         findings: what the rules of :func:`gonio.measure` found in single weights, such as filters that collapse onto
             one direction, each with the step at which it was first seen; with `figures="training"` only weights that
             are not finite, whose rows then have `nonfinite`. For "attention", also what they found in heads.
@@ -192,6 +194,10 @@ class Tracker:
         self._failed, self._gather = False, gather
         self._lacking: set[int] = set()  # loggers whose first error was reported
         self.left_out: dict[str, str] = {}
+        if len(optimizers) > 1 and (several := of_several(self._entries(), optimizers)):
+            self.left_out |= dict.fromkeys(several, SEVERAL)
+            text = f"Tracker: {listing(several, limit=4)}: {SEVERAL}. Give all parameters of a layer to one optimizer."
+            warnings.warn(text, GonioWarning, stacklevel=2)
         self._ends, self._optimizers = [], [type(each).__name__ for each in optimizers]
         refer = referrer(model)
         plain = [p for p in model.parameters() if p.is_floating_point() and (type(p) is nn.Parameter or is_sharded(p))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import atan, degrees, isfinite
@@ -70,6 +70,20 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> tuple[list[Any], lis
         watched += [] if inner.keys() <= real.keys() else [each]
         real |= inner
     return watched, list(real.values())
+
+
+def of_several(entries: Iterable[TensorEntry], optimizers: Sequence[Optimizer]) -> list[str]:
+    """The layers whose weight is computed from parameters that different optimizers step, such as gains apart."""
+    owners = {key: number for number, each in enumerate(optimizers) for key in parameter_ids(each)}
+    found = []
+    for entry in entries:
+        try:
+            leaves = [] if entry.load is None else _leaves_of(entry.load)
+        except Exception:  # the model's own code; the measurement says why
+            continue
+        if len({owners[id(p)] for p in leaves if id(p) in owners}) > 1:
+            found.append(entry.path)
+    return found
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
