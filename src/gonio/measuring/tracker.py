@@ -194,14 +194,19 @@ class Tracker:
         self._failed, self._gather = False, gather
         self._lacking: set[int] = set()  # loggers whose first error was reported
         self.left_out: dict[str, str] = {}
-        if len(optimizers) > 1 and (several := of_several(self._entries(), optimizers)):
-            self.left_out |= dict.fromkeys(several, SEVERAL)
-            text = f"Tracker: {listing(several, limit=4)}: {SEVERAL}. Give all parameters of a layer to one optimizer."
-            warnings.warn(text, GonioWarning, stacklevel=2)
-        self._ends, self._optimizers = [], [type(each).__name__ for each in optimizers]
+        self._name_several(optimizers)
+        self._ends: list[Callable[[], None]] = []
+        self._optimizers = [type(each).__name__ for each in optimizers]
         refer = referrer(model)
         plain = [p for p in model.parameters() if p.is_floating_point() and (type(p) is nn.Parameter or is_sharded(p))]
         self._sums = [(refer(p), sum_of(p)) for p in plain if p.layout == torch.strided] if optimizers else []
+        self._watch(watched)
+        if self._attention is not None:
+            weakref.finalize(self, self._attention.end_).atexit = False
+            self._expect()
+
+    def _watch(self, watched: Sequence[Any]) -> None:
+        """Observe the steps of the optimizers."""
         # not to be compiled with the step: measuring is hundreds of graphs (optimizers have imported the compiler)
         act = torch.compiler.disable(_shielded) if watched else _shielded
         shielded = partial(partial, act, weakref.ref(self))
@@ -210,9 +215,13 @@ class Tracker:
             before = shielded(Tracker._before)
             self._ends.append(watch(each, before=before, whole=whole, measures=True, verb="Tracker()"))
             weakref.finalize(self, self._ends[-1]).atexit = False
-        if self._attention is not None:
-            weakref.finalize(self, self._attention.end_).atexit = False
-            self._expect()
+
+    def _name_several(self, optimizers: Sequence[Optimizer]) -> None:
+        """Warn of weights that several optimizers step in part."""
+        if len(optimizers) > 1 and (several := of_several(self._entries(), optimizers)):
+            self.left_out |= dict.fromkeys(several, SEVERAL)
+            text = f"Tracker: {listing(several, limit=4)}: {SEVERAL}. Give all parameters of a layer to one optimizer."
+            warnings.warn(text, GonioWarning, stacklevel=3)
 
     def _check_selects(self) -> None:
         """Raise if `where` selects no weight that is measured."""
