@@ -12,6 +12,7 @@ import difflib
 import importlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from types import ModuleType
 from typing import Any
 
@@ -211,6 +212,28 @@ class NotApplicableError(GonioError, ValueError):
             super().__init__(say("{asked}: cannot {action} {target}: {why}. {do}", action=fixed(action), **told))
         else:
             super().__init__(say("{asked}: cannot be applied to {target}; {why}. {do}", **told))
+
+
+LEAST, MOST = 1e-19, 1e19  # between them float32 has the square of a number
+
+
+def check_range(owner: str, **values: float | None) -> None:
+    """Refuse finite numbers but 0 whose squares float32 does not have: sums, roots and gradients would not be finite.
+
+    What else a value must be, such as finite or above 0, is for the owner to check.
+
+    Example:
+        >>> from gonio.errors import check_range
+        >>> check_range("Sphere", radius=1e300)
+        Traceback (most recent call last):
+        gonio.errors.InvalidArgumentError: Sphere(radius=) is between 1e-19 and 1e19 in magnitude, so that float32 ...
+    """
+    for name, value in values.items():
+        if value is None or value != value or value in (0, inf, -inf) or LEAST <= abs(value) <= MOST:
+            continue
+        found = f"{value}" if abs(value) < 1e300 or isinstance(value, float) else "a number of over 300 digits"
+        problem = f"{owner}({name}=) is between {LEAST:g} and {MOST:g} in magnitude, so that float32 has its square"
+        raise InvalidArgumentError(problem, found, "Pass a value of the usual size.")
 
 
 class MissingExtraError(GonioError, ImportError):

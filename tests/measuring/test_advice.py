@@ -196,8 +196,9 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
             ],
         ),
         "G411": (
-            [(forgotten(normed()), {}), (as_built(normed()), {})],
+            [(forgotten(normed()), {}), (as_built(normed()), {}), (drawn_in_all(4, trained=True), {})],
             [
+                (drawn_in_all(4), {}),
                 *((normed(), {}), (convolutions(nn.BatchNorm2d), {}), (forgotten(convolutions(nn.BatchNorm2d)), {})),
                 *((drawn(kind), {}) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)),
             ],
@@ -348,6 +349,16 @@ def drawn(kind: type[nn.Module]) -> nn.Sequential:
     nn.init.normal_(model[1].weight, 1, 0.02)
     nn.init.zeros_(model[1].bias)
     return model
+
+
+def drawn_in_all(count: int, *, trained: bool = False) -> nn.Sequential:
+    """Gains and shifts as RepVGG draws them; training moves those of each depth in its own way."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(32) for _ in range(count)]
+    for depth, norm in enumerate(norms):
+        nn.init.normal_(norm.weight, 0.1 + 0.1 * depth * trained, 0.1)
+        nn.init.normal_(norm.bias, 0, 0.1)
+    return nn.Sequential(nn.Conv2d(3, 32, 3), *norms)
 
 
 def chain(zero: int | None) -> nn.Sequential:

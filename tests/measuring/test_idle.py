@@ -102,6 +102,28 @@ def without_gradient(model: nn.Module, every: int) -> gonio.Tracker:
     return tracker
 
 
+def elsewhere(model: nn.Module, every: int) -> gonio.Tracker:
+    """Hooks of the gradients change the weights, and the optimizer's step has nothing left to do."""
+    optimizer = adam(model)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1)
+
+    def release(p: torch.Tensor) -> None:
+        p.data.sub_(0.1 * p.grad)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(release)
+    train(model, optimizer)
+    return tracker
+
+
+def by_hand(model: nn.Module, every: int) -> gonio.Tracker:
+    tracker = gonio.Tracker(model, optimizer=adam(model), every=1)
+    for p in model.parameters():
+        p.data.mul_(0.5)  # which torch does not count
+    return tracker
+
+
 @pytest.mark.parametrize(
     ("made", "why"),
     [
@@ -112,7 +134,12 @@ def without_gradient(model: nn.Module, every: int) -> gonio.Tracker:
             r"no step of the SGD was observed, although weights of the model have changed\. Pass the optimizer",
         ),
         (too_rare, r"the Adam made 2 steps, and every=100"),
-        (without_gradient, r"no measured step of the Adam changed a weight"),
+        (without_gradient, r"no measured step of the Adam changed a weight, as when a gradient scaler"),
+        (
+            elsewhere,
+            r"no step of the Adam changed a weight, although weights of the model have changed: something else",
+        ),
+        (by_hand, r"no step of the Adam was observed, although weights of the model have changed"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
@@ -123,3 +150,16 @@ def test_a_tracker_that_recorded_nothing_says_why(made: Callable[..., Any], why:
     if tracker.training is not None:
         with pytest.raises(InvalidArgumentError, match=f"Nothing was recorded: {why}"):
             tracker.to_html()
+
+
+def test_a_trainer_that_keeps_copies_of_the_weights_is_named_in_its_first_step() -> None:
+    model = network("hold_")
+    optimizer = adam(model)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1)
+    for group in optimizer.param_groups:  # as DeepSpeed does
+        group["params"] = [p.detach().clone().requires_grad_() for p in group["params"]]
+    with pytest.warns(
+        GonioWarning, match=r"an Adam whose groups have other tensors now.*Leave optimizer= out, and call"
+    ):
+        train(model, optimizer)
+    assert tracker.rows == []

@@ -81,11 +81,48 @@ def test_the_gradient_of_a_fused_step_is_without_the_scale(unscale: bool) -> Non
     assert gradient_norms(tracker) == pytest.approx([expected])
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_compiled_step_is_measured_and_the_measuring_is_not_compiled(tracked: bool) -> None:
+    model = layer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1) if tracked else None
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend=backend)
+    for number in range(1, 3):
+        optimizer.zero_grad()
+        model(torch.ones(5, 4)).square().sum().backward()
+        before = model.weight.detach().clone()
+        step()
+        if tracker is not None:
+            update = float((model.weight.detach() - before).norm() / before.norm())
+            assert tracker.rows[-1] == {**tracker.rows[-1], "step": number, "relative_update": pytest.approx(update)}
+    assert len(graphs) <= 3
+
+
 class Renamed(torch.optim.SGD):
     """Calls the step of its base class, around which torch calls the hooks of a step once more."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+def test_a_schedule_does_not_warn_that_a_step_is_replaced() -> None:
+    model = layer()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Renamed(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+    for _ in range(3):
+        model(torch.ones(5, 4)).square().sum().backward()
+        optimizer.step()
+        schedule.step()  # warnings are errors
+    assert [row["learning_rate"] for row in tracker.rows] == pytest.approx([0.1, 0.01, 0.001])
 
 
 @pytest.mark.parametrize("schedule", ["none", "before", "after"])
@@ -115,3 +152,18 @@ def test_the_step_of_a_class_that_calls_that_of_its_base_is_one_step(schedule: s
     assert all(0 < row["rotation"] < 0.11 for row in tracker.rows)
     assert float(model.weight.detach().norm()) == pytest.approx(norm)
     held.undo_()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_weight_whose_parameters_several_optimizers_step_is_named(apart: bool) -> None:
+    model = nn.Sequential(layer(), nn.Linear(3, 2))
+    gonio.parametrize_(model, gonio.parametrizations.WeightNorm(), where="0")
+    gains = list(model[0].weight_parametrization.parameters())
+    rest = [p for p in model.parameters() if not any(p is gain for gain in gains)]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in ([gains, rest] if apart else [gains + rest[:2], rest[2:]])]
+    if not apart:
+        assert gonio.Tracker(model, optimizer=optimizers).left_out == {}  # warnings are errors
+        return
+    with pytest.warns(gonio.errors.GonioWarning, match="Tracker: 0: several optimizers step parameters of its weight"):
+        tracker = gonio.Tracker(model, optimizer=optimizers)
+    assert [*tracker.left_out] == ["0"]

@@ -346,6 +346,28 @@ def test_a_schedule_that_would_miss_a_group_is_refused() -> None:
     assert 0 < float(step_rotation(w, model[1].weight).rotation) <= math.atan(0.01) * 1.001
 
 
+class NotesItsRate(torch.optim.AdamW):
+    """Its groups have their first learning rate from the start, as those of a schedule have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01, weight_decay=0.3)
+        self.defaults["initial_lr"] = 0.01
+        for group in self.param_groups:
+            group["initial_lr"] = 0.01
+
+
+def test_a_first_learning_rate_that_the_class_notes_itself_is_no_schedule() -> None:
+    model = two_layers()[0]
+    optimizer = NotesItsRate(model.parameters())
+    held = gonio.hold_(model, optimizer, where="1", radius=2.0)
+    drift(model, optimizer, 2)
+    assert float(model[1].weight.detach().norm()) == pytest.approx(2.0)
+    held.undo_()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(NotApplicableError, match="the optimizer has a schedule"):
+        gonio.hold_(model, optimizer, where="1")
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -277,7 +277,7 @@ def test_any_data_is_a_recipe_or_a_recipe_error(data: dict[str, object]) -> None
 RULES = st.builds(
     lambda where, strength, use, every: {"where": where, "use": use, "strength": strength, "every": every},
     st.sampled_from([None, "stem", "classifier", "type:Conv2d", "conv*", "re:fc[12]"]),
-    st.floats(0, 1e6, allow_subnormal=False),
+    st.just(0.0) | st.floats(1e-18, 1e6),
     st.sampled_from([use for use in catalogue("penalty") if "." not in use]),
     st.integers(1, 1000),
 )

@@ -207,7 +207,7 @@ def test_the_strength_at_each_step(regularizer: R.Regularizer, expected: list[fl
         (lambda: R.L2(-1.0), r"L2\(\) needs a finite strength >= 0; found strength=-1.0"),
         (lambda: R.SRIP(float("nan")), r"SRIP\(\) needs a finite strength"),
         (lambda: R.L2(1.0, every=0), r"L2\(\) needs every >= 1; found every=0"),
-        (lambda: R.SRIP(1.0, iterations=0), r"SRIP\(\) needs iterations >= 1"),
+        (lambda: R.SRIP(1.0, iterations=0), r"SRIP\(\) needs iterations from 1 to 1000"),
         (lambda: R.L2(1.0, before_norm="no"), r"L2\(before_norm=…\) takes 'skip' or 'keep'; found 'no'"),
         (lambda: R.Orthogonality(1.0, filters="x"), r"Orthogonality\(filters=…\) takes 'raw' or 'unit'"),
         (lambda: R.MutualCoherence(1.0, filters="x"), r"MutualCoherence\(filters=…\) takes"),

@@ -19,7 +19,8 @@ from torch import nn
 import foreign
 import gonio
 from gonio import parametrizations as P
-from gonio.editing.steps import real_optimizers, watch
+from gonio.editing.steps import watch
+from gonio.editing.wrappers import real_optimizers
 from gonio.errors import InvalidArgumentError, NotApplicableError
 
 Optimizer = torch.optim.Optimizer
@@ -296,6 +297,70 @@ def test_a_step_that_an_exception_ends_is_not_counted() -> None:
     assert [row["step"] for row in tracker.rows] == [1, 1, 2, 2]
 
 
+class Fails:
+    """A wrapper that raises after the step of the optimizer in it, or before it."""
+
+    def step(self, fails: str = "") -> None:
+        if fails == "before":
+            raise ValueError("no state")
+        self.base_optimizer.step()
+        if fails:
+            raise ValueError("no state")
+
+
+class OptimizerThatFails(Fails, Optimizer):
+    """Torch reports its steps."""
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base_optimizer, self.param_groups = base, base.param_groups
+
+
+class OtherThatFails(Fails):
+    def __init__(self, base: Optimizer) -> None:
+        self.base_optimizer, self.param_groups = base, base.param_groups
+
+
+@pytest.mark.parametrize("wrapper", [OptimizerThatFails, OtherThatFails])
+@pytest.mark.parametrize("fails", ["before", "after"])
+@pytest.mark.parametrize("then", ["inner", "wrapper"])
+def test_after_a_wrapper_failed_each_step_is_measured(wrapper: Any, fails: str, then: str) -> None:
+    model = network()
+    inner = sgd(model)
+    optimizer = wrapper(inner)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+    model(torch.ones(2, 8)).square().sum().backward()
+    with pytest.raises(ValueError, match="no state"):
+        optimizer.step(fails)
+    train(model, inner if then == "inner" else optimizer, 2)
+    assert [row["step"] for row in tracker.rows] == [1, 1, 2, 2]
+    tracker.undo_()
+    assert "step" not in vars(optimizer)
+
+
+def test_after_an_optimizer_failed_the_step_of_its_wrapper_is_measured_as_a_whole() -> None:
+    model = network()
+    inner = sgd(model)
+    optimizer = Lookahead(inner)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training")
+    train(model, optimizer, 1)
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        inner.step(lambda: 1 / 0)
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 1)  # the second one, which goes half of the way back
+    update = float((model[0].weight.detach() - before).norm() / before.norm())
+    assert tracker.rows[-2]["relative_update"] == pytest.approx(update, rel=1e-5)
+
+
+class InTheBackwardPass(Optimizer):
+    """As LOMO: hooks of the gradients change the weights, and the class has no `step`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for p in self.param_groups[0]["params"]:
+            p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(0.1 * p.grad))
+
+
 @pytest.mark.parametrize(
     "act",
     [
@@ -305,12 +370,14 @@ def test_a_step_that_an_exception_ends_is_not_counted() -> None:
     ],
     ids=["hold_", "Tracker", "tick_on_step"],
 )
-def test_steps_that_cannot_be_observed_are_refused(act: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [(Deaf, r"which neither calls .*"), (InTheBackwardPass, r"which has no step\(\) .* elsewhere, as in .*")],
+)
+def test_steps_that_cannot_be_observed_are_refused(act: Callable[..., Any], kind: Any, found: str) -> None:
     model = network()
-    optimizer = Deaf(model.parameters())
-    with pytest.raises(
-        InvalidArgumentError, match=r"can be observed; found a Deaf, which neither calls .* Pass the torch"
-    ):
+    optimizer = kind(model.parameters())
+    with pytest.raises(InvalidArgumentError, match=rf"can be observed; found an? .*{found} Pass the torch"):
         act(model, optimizer)
     assert "_gonio_watches" not in vars(optimizer)
 

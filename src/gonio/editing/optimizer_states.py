@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit
-from gonio.editing.steps import inner_optimizers, is_transparent
+from gonio.editing.wrappers import inner_optimizers, is_transparent
 from gonio.errors import NotApplicableError, with_article
 
 Value = TypeVar("Value")

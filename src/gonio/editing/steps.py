@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from textwrap import shorten
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, SupportsIndex
 
 import torch
@@ -21,77 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
-from gonio.errors import InvalidArgumentError, UntrainedParametersError, with_article
+from gonio.editing.wrappers import innermost, is_reported, is_transparent, parameter_ids, real_optimizers, with_inner
+from gonio.errors import InvalidArgumentError, UntrainedParametersError
 from gonio.messages import counted, say
 
 Parameters = Sequence[nn.Parameter]
-
-# --- the optimizer in its wrappers ------------------------------------------------------------------------
-
-# Wrappers that change no weight after the step of the optimizer that they contain, by module and class.
-_TRANSPARENT = (
-    ("accelerate.optimizer", "AcceleratedOptimizer"),
-    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
-    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
-)
-
-
-def real_optimizers(optimizer: Any, *, verb: str) -> tuple[Optimizer, ...]:
-    """The optimizers whose `step()` changes the parameters: the given one, or those that it contains.
-
-    A wrapper (of Accelerate, of Lightning, Lookahead, SAM) has another optimizer of some of its parameters as an
-    attribute, or several in a list or dict.
-
-    Raises:
-        InvalidArgumentError: for another object, and for an optimizer whose steps torch does not report to hooks.
-
-    Example:
-        >>> from gonio.editing.steps import real_optimizers
-        >>> class Wrapper:
-        ...     def __init__(self, inner):
-        ...         self.inner, self.param_groups = inner, inner.param_groups
-        >>> sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-        >>> real_optimizers(Wrapper(sgd), verb="demo_") == (sgd,)
-        True
-    """
-    found = _innermost(optimizer)
-    for each in found:
-        if not isinstance(each, Optimizer) or not getattr(type(each).step, "hooked", False):
-            raise InvalidArgumentError(
-                f"{verb} needs an optimizer whose steps can be observed",
-                f"{with_article(type(each).__name__)}, which neither calls Optimizer.__init__ nor contains an "
-                "optimizer of its parameters",
-                "Pass the torch.optim.Optimizer whose step() changes the weights.",
-            )
-    return tuple(found)
-
-
-def inner_optimizers(optimizer: Any) -> list[Optimizer]:
-    """The optimizers in the attributes of an optimizer that share parameters with it."""
-    mine, found = parameter_ids(optimizer), dict[int, Optimizer]()
-    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        for item in items:
-            if isinstance(item, Optimizer) and item is not optimizer and mine & parameter_ids(item):
-                found[id(item)] = item
-    return list(found.values())
-
-
-def with_inner(optimizer: Any) -> list[Any]:
-    """An optimizer and all that it contains, each once, outer ones first."""
-    found: dict[int, Any] = {}
-    left = [optimizer]
-    while left:
-        each = left.pop(0)
-        if id(each) not in found:
-            found[id(each)] = each
-            left += inner_optimizers(each)
-    return list(found.values())
-
-
-def _innermost(optimizer: Any) -> list[Any]:
-    return [each for each in with_inner(optimizer) if not inner_optimizers(each)]
-
 
 # --- the registry -----------------------------------------------------------------------------------------
 
@@ -117,6 +50,7 @@ class _Watch:
     before: Act | None
     after: Act | None
     measures: bool
+    failed: Act | None = None  # an exception has ended the step of a wrapper
 
 
 class _Watches(list[_Watch]):
@@ -127,17 +61,44 @@ class _Watches(list[_Watch]):
 
 
 def _observed_step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a wrapper's `step` that torch does not report: a method, so that a copy of it steps the copy."""
-    for each in _get(wrapper):
+    """In the place of a wrapper's `step`: reports it where torch does not, and its end by an exception."""
+    reported = is_reported(wrapper)
+    for each in () if reported else _get(wrapper):
         if each.before is not None:
             each.before(wrapper)
-    result = vars(wrapper)[_PLAIN_STEP](*args, **kwargs)
-    _after_step(wrapper)
+    try:
+        result = vars(wrapper)[_PLAIN_STEP](*args, **kwargs)
+    except BaseException:
+        for each in _get(wrapper):
+            if each.failed is not None:
+                each.failed(wrapper)
+        raise
+    if not reported:
+        _after_step(wrapper)
     return result
 
 
-_observed_step.__name__ = "step"  # by which a method is pickled: of the class, when it is loaded
 _PLAIN_STEP = "_gonio_plain_step"  # the attribute of a wrapper
+
+
+def _replace_step_(optimizer: Any, step: Any, plain: str) -> None:
+    """Put a function in the place of an optimizer's `step`, which is stored under another name.
+
+    It is a method, so that a copy of the optimizer steps the copy; a method is pickled by the name of its function. It
+    has what others have noted on the replaced one: a schedule of torch would warn that its mark is gone.
+    """
+    if plain in vars(optimizer):
+        return
+    vars(optimizer)[plain] = replaced = optimizer.step
+    function = FunctionType(step.__code__, step.__globals__, "step")
+    noted = getattr(replaced, "__dict__", {})
+    vars(function).update({name: value for name, value in noted.items() if name != "__wrapped__"})
+    optimizer.step = MethodType(function, optimizer)
+
+
+def _has_step(optimizer: Any, step: Any) -> bool:
+    function = getattr(vars(optimizer).get("step"), "__func__", None)
+    return getattr(function, "__code__", None) is step.__code__
 
 
 def watch(
@@ -179,8 +140,9 @@ def watch(
         pairs = [(each, found) for each in real]
         if whole is not None:
             seen = [each for each in (*outer, *real) if each in real or _observable(each)]
-            opens, closes = _Whole(*whole, seen).acts
-            around, inside = _Watch(opens, closes, measures), _Watch(_all(opens, before), _all(after, closes), measures)
+            opens, closes, failed = _Whole(*whole, seen).acts
+            around = _Watch(opens, closes, measures, failed)
+            inside = _Watch(_all(opens, before), _all(after, closes), measures)
             pairs = [(each, inside if each in real else around) for each in seen]
         if settled is not None:
             ending = _Watch(None, partial(_settle, settled, tuple(map(weakref.ref, real))), measures)
@@ -212,15 +174,15 @@ def expect_steps_(edit: Edit, optimizer: Any, weights: Mapping[str, Tensor]) -> 
     Args:
         weights: by label, those that the steps change, as the edit leaves them.
     """
-    steps, before = [0], {label: (weight, _sum(weight)) for label, weight in weights.items()}
+    steps, before = [0], {label: (weight, sum_of(weight)) for label, weight in weights.items()}
     verb, name = edit.verb, type(optimizer).__name__
 
     def count(_: Optimizer) -> None:
         steps[0] += 1
 
     def idle() -> str | None:
-        pairs = [(label, _sum(weight), was) for label, (weight, was) in before.items()]
-        changed = [label for label, now, was in pairs if now[:2] == was[:2] and now != was]  # not moved or cast
+        pairs = [(label, sum_of(weight), was) for label, (weight, was) in before.items()]
+        changed = [label for label, now, was in pairs if differ(was, now)]
         if steps[0] or not changed:
             return None
         return (
@@ -232,10 +194,21 @@ def expect_steps_(edit: Edit, optimizer: Any, weights: Mapping[str, Tensor]) -> 
     edit.at_end.append(idle)
 
 
-def _sum(weight: Tensor) -> tuple[torch.dtype, torch.device, str]:
-    """The sum of the entries that are in this process, exactly, also of NaN; with dtype and device."""
+Sum = tuple[torch.dtype, torch.device, str]
+
+
+def sum_of(weight: Tensor) -> Sum:
+    """The sum of the entries that are in this process, exactly, also of NaN; with dtype and device.
+
+    It tells changes that torch does not count, as those through `.data`.
+    """
     mine = weight.to_local() if hasattr(weight, "to_local") else weight
     return mine.dtype, mine.device, "" if mine.is_meta else repr(mine.detach().sum().item())
+
+
+def differ(was: Sum, now: Sum) -> bool:
+    """Whether a weight has other entries; not of one that was moved or cast."""
+    return now[:2] == was[:2] and now != was
 
 
 def _all(*acts: Act | None) -> Act:
@@ -252,16 +225,18 @@ class _Whole:
 
     def __init__(self, begin: Act, end: Act, seen: Sequence[Any]) -> None:
         self._begin, self._end = begin, end
-        self._real = {id(each): [weakref.ref(real) for real in _innermost(each)] for each in seen}
+        self._real = {id(each): [weakref.ref(real) for real in innermost(each)] for each in seen}
+        self._inside = {id(each): set(map(id, with_inner(each))) for each in seen}
         self._outermost: int | None = None
         self._stepped: dict[int, Optimizer] = {}
 
     @property
-    def acts(self) -> tuple[Act, Act]:
-        return self._open, self._close
+    def acts(self) -> tuple[Act, Act, Act]:
+        return self._open, self._close, self._fail
 
     def _open(self, each: Any) -> None:
-        if self._outermost not in (None, id(each)):  # again, where an exception ended its last step
+        # of itself or of one in it, an exception has ended the last step
+        if self._outermost is not None and self._outermost not in self._inside[id(each)]:
             return
         self._outermost, self._stepped = id(each), {}
         for ref in self._real[id(each)]:
@@ -276,6 +251,10 @@ class _Whole:
             for real in stepped.values():
                 self._end(real)
 
+    def _fail(self, each: Any) -> None:
+        if self._outermost == id(each):
+            self._outermost, self._stepped = None, {}
+
 
 def _nothing() -> None:
     """In the place of a reference to one optimizer."""
@@ -288,19 +267,11 @@ def _settle(settled: Act, real: Sequence[weakref.ref[Optimizer]], _: Optimizer) 
 
 
 def _observable(wrapper: Any) -> bool:
-    """Whether a wrapper's step is to be observed; makes a step observable that torch does not report."""
+    """Whether a wrapper's step is to be observed, which this makes possible."""
     if is_transparent(wrapper):
         return False
-    reported = isinstance(wrapper, Optimizer) and getattr(type(wrapper).step, "hooked", False)
-    if not reported and _PLAIN_STEP not in vars(wrapper):
-        vars(wrapper)[_PLAIN_STEP] = wrapper.step
-        wrapper.step = MethodType(_observed_step, wrapper)
+    _replace_step_(wrapper, _observed_step, _PLAIN_STEP)
     return True
-
-
-def is_transparent(wrapper: Any) -> bool:
-    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
-    return any(kind is not None and isinstance(wrapper, kind) for kind in known)
 
 
 def _get(optimizer: Any) -> list[_Watch]:
@@ -315,7 +286,7 @@ def _set(optimizer: Any, watches: list[_Watch]) -> None:
         vars(optimizer)[_WATCHES] = _Watches(sorted(watches, key=lambda each: not each.measures))
     else:
         vars(optimizer).pop(_WATCHES, None)
-        if getattr(vars(optimizer).get("step"), "__func__", None) is _observed_step:
+        if _has_step(optimizer, _observed_step):
             del optimizer.step
             plain = vars(optimizer).pop(_PLAIN_STEP)
             if optimizer.step != plain:  # it had a `step` of its own
@@ -330,7 +301,7 @@ def computes_gradients(optimizer: Optimizer) -> bool:
 def _before_step(optimizer: Optimizer, given: Sequence[Any], named: Mapping[str, Any]) -> None:
     if not torch.compiler.is_compiling():  # it follows neither caches nor weak references
         if _may_nest(type(optimizer)):  # type: ignore[arg-type]
-            _end_with_step_(optimizer)
+            _replace_step_(optimizer, _whole_step, _PARTS_STEP)
             _DEPTHS[optimizer] = _DEPTHS.get(optimizer, 0) + 1
             if _DEPTHS[optimizer] > 1:
                 return
@@ -359,10 +330,7 @@ def _may_nest(kind: type) -> bool:
 
 
 def _whole_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a `step` that calls another: forgets the depth at its end, also by an exception, without hooks.
-
-    A method, as :func:`_observed_step`.
-    """
+    """In the place of a `step` that calls another: forgets the depth at its end, also without hooks by an exception."""
     _DEPTHS.pop(optimizer, None)
     try:
         return vars(optimizer)[_PARTS_STEP](*args, **kwargs)
@@ -370,22 +338,10 @@ def _whole_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         _DEPTHS.pop(optimizer, None)
 
 
-_whole_step.__name__ = "step"
 _PARTS_STEP = "_gonio_parts_step"  # the attribute of an optimizer
 
 
-def _end_with_step_(optimizer: Optimizer) -> None:
-    if _PARTS_STEP not in vars(optimizer):
-        vars(optimizer)[_PARTS_STEP] = optimizer.step
-        optimizer.step = MethodType(_whole_step, optimizer)  # type: ignore[method-assign]
-
-
 # --- parameters that an edit adds or removes --------------------------------------------------------------
-
-
-def parameter_ids(optimizer: Optimizer) -> set[int]:
-    """`id` of each Parameter in an optimizer's groups."""
-    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 
 def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str) -> None:
@@ -423,7 +379,7 @@ def update_optimizer_(
     if not (new or gone) or not trained:  # the same parameters, or a frozen layer
         return
     home, group = _group_of(optimizer, before, used)
-    for each in _innermost(optimizer):
+    for each in innermost(optimizer):
         refuse_kept_list(each, edit.verb)
         edit.on_undo(_restorer(each))
         for other in each.param_groups:
@@ -475,7 +431,7 @@ def note_added(edit: Edit) -> None:
 def _group_of(optimizer: Any, layer: Sequence[nn.Parameter], model: set[int]) -> tuple[Optimizer, dict[str, Any]]:
     """The group of the layer's parameters, and its optimizer; of any of the model's for a layer that had none."""
     wanted = {id(p) for p in layer} or model
-    for each in _innermost(optimizer):
+    for each in innermost(optimizer):
         for group in each.param_groups:
             if any(id(p) in wanted for p in group["params"]):
                 return each, group

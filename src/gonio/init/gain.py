@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError, check_range
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 Kind: TypeAlias = Literal["rms", "std", "small", "torch", "trains"]
@@ -173,8 +173,9 @@ def resolve_gain(gain_: Gain) -> float:
         return gain(gain_, "trains")
     try:
         value = float(gain_)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = nan
+    check_range("init", gain=value)
     if not isfinite(value):
         raise InvalidArgumentError(
             "gain must be a finite number, the name of an activation or a function",

@@ -12,15 +12,16 @@ from functools import partial
 from math import inf
 from typing import Any, Literal, NoReturn, SupportsIndex
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import referrer
-from gonio.editing.steps import watch
+from gonio.editing.steps import differ, sum_of, watch
 from gonio.editing.where import asked_of, require_model
-from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError
-from gonio.execution import several_ranks
+from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError, listing
+from gonio.execution import is_sharded, several_ranks
 from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
@@ -35,11 +36,12 @@ from gonio.measuring.training.attention import ATTENTION, AttentionFigures, atte
 from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
 from gonio.measuring.training.loggers import sender_of
 from gonio.measuring.training.shards import SHARDED, ShardSums, divided, local, norms_of_shards
-from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers
+from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers, of_several
 from gonio.messages import say
 from gonio.surgery import Where, as_selector, sites
 
 EVERY, PAUSE = 100, 1.0  # steps, and seconds with a page, from one measurement to the next
+SEVERAL = "several optimizers step parameters of its weight, and a row has the step of one of them alone"
 FIGURES = ("nonfinite", *TRACKED)  # the columns of a CSV file, in this order
 
 
@@ -107,7 +109,8 @@ class Tracker:
         rows: a dict with `step`, `layer` and the figures, for each measured step and layer. A figure that does not
             apply is absent: a depthwise convolution has no angles.
         heads: for "attention", each recorded step with what each head attends to.
-        left_out: of each divided weight, why figures are absent; empty without one.
+        left_out: of each divided weight, why figures are absent; of one with parameters in several optimizers, that
+            figures of steps are those of one of them. Empty without one.
         findings: what the rules of :func:`gonio.measure` found in single weights, such as filters that collapse onto
             one direction, each with the step at which it was first seen; with `figures="training"` only weights that
             are not finite, whose rows then have `nonfinite`. For "attention", also what they found in heads.
@@ -191,18 +194,34 @@ class Tracker:
         self._failed, self._gather = False, gather
         self._lacking: set[int] = set()  # loggers whose first error was reported
         self.left_out: dict[str, str] = {}
-        self._ends, self._optimizers = [], [type(each).__name__ for each in optimizers]
+        self._name_several(optimizers)
+        self._ends: list[Callable[[], None]] = []
+        self._optimizers = [type(each).__name__ for each in optimizers]
         refer = referrer(model)
-        self._versions = [(refer(p), p._version) for p in model.parameters() if not p.is_inference()]
-        shielded = partial(partial, _shielded, weakref.ref(self))
+        plain = [p for p in model.parameters() if p.is_floating_point() and (type(p) is nn.Parameter or is_sharded(p))]
+        self._sums = [(refer(p), sum_of(p)) for p in plain if p.layout == torch.strided] if optimizers else []
+        self._watch(watched)
+        if self._attention is not None:
+            weakref.finalize(self, self._attention.end_).atexit = False
+            self._expect()
+
+    def _watch(self, watched: Sequence[Any]) -> None:
+        """Observe the steps of the optimizers."""
+        # not to be compiled with the step: measuring is hundreds of graphs (optimizers have imported the compiler)
+        act = torch.compiler.disable(_shielded) if watched else _shielded
+        shielded = partial(partial, act, weakref.ref(self))
         whole = shielded(Tracker._begin), shielded(Tracker._end)
         for each in watched:
             before = shielded(Tracker._before)
             self._ends.append(watch(each, before=before, whole=whole, measures=True, verb="Tracker()"))
             weakref.finalize(self, self._ends[-1]).atexit = False
-        if self._attention is not None:
-            weakref.finalize(self, self._attention.end_).atexit = False
-            self._expect()
+
+    def _name_several(self, optimizers: Sequence[Optimizer]) -> None:
+        """Warn of weights that several optimizers step in part."""
+        if len(optimizers) > 1 and (several := of_several(self._entries(), optimizers)):
+            self.left_out |= dict.fromkeys(several, SEVERAL)
+            text = f"Tracker: {listing(several, limit=4)}: {SEVERAL}. Give all parameters of a layer to one optimizer."
+            warnings.warn(text, GonioWarning, stacklevel=3)
 
     def _check_selects(self) -> None:
         """Raise if `where` selects no weight that is measured."""
@@ -316,16 +335,22 @@ class Tracker:
             return f"{self._step} steps were counted, and every={self._every}. Lower every=, or call measure()."
         name = " and ".join(self._optimizers)
         steps = max((count - (key in self._open) for key, count in self._counts.items()), default=0)
+        changed = any((p := ref()) is not None and differ(was, sum_of(p)) for ref, was in self._sums)
+        if not steps and not changed:
+            return f"the {name} made no step, and no weight of the model has changed."
         if not steps:
-            changed = any((p := ref()) is not None and p._version != version for ref, version in self._versions)
-            if not changed:
-                return f"the {name} made no step, and no weight of the model has changed."
             return (
                 f"no step of the {name} was observed, although weights of the model have changed. "
                 "Pass the optimizer whose step() trains the model."
             )
         if steps < self._every:
             return f"the {name} made {steps} steps, and every={self._every}. Pass a smaller every=."
+        if changed and self._every == 1:
+            return (
+                f"no step of the {name} changed a weight, although weights of the model have changed: something else "
+                "trains them, such as hooks in the backward pass or a trainer that keeps copies of the weights. "
+                "Leave optimizer= out, and call step() after each step."
+            )
         return f"no measured step of the {name} changed a weight, as when a gradient scaler skips it."
 
     @property

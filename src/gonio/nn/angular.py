@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, check_range
 from gonio.execution import ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.nn import kernels
@@ -192,6 +192,7 @@ class Sigmoid(_OfArcsine):
     k: float = 0.3
 
     def __post_init__(self) -> None:
+        check_range("Sigmoid", k=self.k)
         if not (math.isfinite(self.k) and self.k > 0):
             raise InvalidArgumentError("Sigmoid: invalid width k", repr(self.k), "Pass a positive number.")
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, check_range
 from gonio.nn import kernels
 from gonio.nn.angular import Angular
 from gonio.plots import magnitude as draw_magnitude
@@ -70,9 +70,10 @@ class Magnitude(ABC):
                 valid, expected = isinstance(value, bool), "True or False"
             elif each.name not in self.coefficients:
                 continue
-            elif isinstance(value, bool) or not (isinstance(value, int | float) and math.isfinite(value)):
+            elif isinstance(value, bool) or not (isinstance(value, int | float) and abs(value) < math.inf):
                 valid, expected = False, "a finite number"
             else:
+                check_range(type(self).__name__, **{each.name: value})
                 valid, expected = each.name not in self.positive or value > 0, "a positive number"
             if not valid:
                 problem = f"{type(self).__name__}: invalid value of {each.name}"

@@ -10,7 +10,7 @@ from torch import nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Where, as_selector, select, sites
-from gonio.errors import InvalidArgumentError, NotApplicableError, with_article
+from gonio.errors import InvalidArgumentError, NotApplicableError, check_range, with_article
 from gonio.messages import counted, joined, say
 from gonio.nn.decoupled import Decoupled
 
@@ -49,6 +49,7 @@ def project_weights_(model: nn.Module, *, where: Where = None, norm: float = 1.0
         W. Liu et al., "Decoupled Networks", CVPR 2018 (weight projection); the official code
         projects every 100 iterations with s = 1. https://arxiv.org/abs/1804.08071
     """
+    check_range("project_weights_", norm=norm)
     if not (math.isfinite(norm) and norm > 0):
         raise InvalidArgumentError("project_weights_: invalid norm", repr(norm), "Pass a positive number; 1 is usual.")
     chosen = select(model, where, verb="project_weights_", can_act=cannot_project)

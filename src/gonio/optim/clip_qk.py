@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, expect_steps_, parameter_ids, real_optimizers, watch
+from gonio.editing.steps import check_optimizer, expect_steps_, watch
 from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites, unwrapped
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.editing.wrappers import parameter_ids, real_optimizers
+from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, check_range
 from gonio.messages import counted, say
 from gonio.optim.holding import refuse_averages, step_of_hold
 from gonio.surgery.anatomy import anatomy
@@ -140,6 +141,8 @@ def clip_qk_(
 
 def check_arguments(limit: object = 100.0) -> None:
     """Refuse arguments of :func:`clip_qk_` that no model and no optimizer could make right."""
+    if isinstance(limit, (int, float)):
+        check_range("clip_qk_", limit=limit)
     if not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and 0 < limit < math.inf):
         raise InvalidArgumentError("clip_qk_(limit=) is a positive number", repr(limit), "Pass e.g. 100.")
 

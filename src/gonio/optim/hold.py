@@ -12,19 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited, Refer, referrer
-from gonio.editing.steps import (
-    check_optimizer,
-    expect_steps_,
-    is_transparent,
-    parameter_ids,
-    per_parameter,
-    real_optimizers,
-    refuse_kept_list,
-    take_out_,
-    with_inner,
-)
+from gonio.editing.steps import check_optimizer, expect_steps_, per_parameter, refuse_kept_list, take_out_
 from gonio.editing.where import Where, as_selector, asked_of, sites
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, listing
+from gonio.editing.wrappers import is_transparent, parameter_ids, real_optimizers, with_inner
+from gonio.errors import (
+    AlreadyAppliedError,
+    InvalidArgumentError,
+    NoMatchError,
+    NotApplicableError,
+    check_range,
+    listing,
+)
 from gonio.execution import is_sharded
 from gonio.geometry import Layout
 from gonio.geometry.views import why_not_dense
@@ -214,6 +212,8 @@ def check_arguments(
             known = ", ".join(map(repr, choices))
             raise InvalidArgumentError(f"hold_({name}=) is one of {known}", repr(value), "Choose one of them.")
     number = isinstance(radius, (int, float)) and not isinstance(radius, bool)
+    if number:
+        check_range("hold_", radius=radius)  # type: ignore[arg-type]
     if radius != "initial" and not (number and 0 < float(radius) < float("inf")):  # type: ignore[arg-type]
         do = "Pass the norm that weights shall have."
         raise InvalidArgumentError("hold_(radius=) is 'initial' or a positive number", repr(radius), do)
@@ -474,7 +474,8 @@ def _new_group_(
 ) -> None:
     """Give parameters a group with the options of another one, out of which they are taken if they are in it."""
     refuse_kept_list(optimizer, edit.verb)
-    if "initial_lr" in group:
+    noted = "initial_lr" in group and "initial_lr" not in optimizer.defaults  # by a schedule, not by the class
+    if noted or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise NotApplicableError(
             "hold_", "", "the optimizer has a schedule, which does not know the parameter group that this adds",
             "Call hold_ before the schedule is built, or give weights that decay and those that are held groups of "

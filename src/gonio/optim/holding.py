@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Follower, Ref, follow_
 from gonio.editing.optimizer_states import KEPT_RADIUS
-from gonio.editing.steps import is_transparent, parameter_ids, watch, with_inner
+from gonio.editing.steps import watch
+from gonio.editing.wrappers import is_transparent, parameter_ids, with_inner
 from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing, with_article
 from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_

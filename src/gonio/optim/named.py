@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gonio.errors import InvalidArgumentError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError, check_range
 from gonio.optim.muon import Muon
 from gonio.penalty.param_groups import param_groups
 
@@ -107,6 +107,7 @@ def _check(*, lr: float, weight_decay: float, decay: str = "all", **others: Any)
     """Refuse values that no optimizer can use; torch checks some of them, with other errors."""
     shares = {"momentum": (others.get("momentum", 0.0),), "betas": others.get("betas", (0.0, 0.0))}
     positive = {"lr": lr, **({"others_factor": others["others_factor"]} if "others_factor" in others else {})}
+    check_range("optimizer", weight_decay=weight_decay, **positive)
     for name, value in positive.items():
         if not 0 < value < inf:
             raise InvalidArgumentError(f"{name} must be a positive number", repr(value), "Give another value.")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, check_range
 from gonio.geometry.kernels import applies_to
 from gonio.geometry.kernels import rescaled as rescaled_by_kernel
 from gonio.geometry.norms import least_norm, safe_norm
@@ -107,6 +107,7 @@ class Sphere(Parametrization):
 
     def __init__(self, *, radius: float = 1.0) -> None:
         super().__init__()
+        check_range("Sphere", radius=radius)
         if not 0 < radius < float("inf"):
             do = "The norm of each filter is the radius."
             raise InvalidArgumentError("Sphere needs a finite radius > 0", f"{radius}", do)

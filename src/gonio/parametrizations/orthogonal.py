@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, check_range
 from gonio.execution import apply, ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.geometry.views import from_matrices, matrix_view
@@ -55,6 +55,7 @@ class Orthogonal(Parametrization):
 
     def __init__(self, *, scale: float = 1.0) -> None:
         super().__init__()
+        check_range("Orthogonal", scale=scale)
         if not 0 < scale < float("inf"):
             raise InvalidArgumentError("Orthogonal needs a finite scale > 0", f"{scale}", "Often it is 1.")
         self.scale = float(scale)

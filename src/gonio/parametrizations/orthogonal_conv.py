@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, check_range
 from gonio.execution import cut_like, is_sharded
 from gonio.geometry.conv_operator import Taps, frequencies, taps_of
 from gonio.geometry.norms import whole, widen
@@ -163,6 +163,7 @@ class OrthogonalConv(Parametrization):
 
     def __init__(self, *, scale: float = 1.0) -> None:
         super().__init__()
+        check_range("OrthogonalConv", scale=scale)
         if not 0 < scale < float("inf"):
             raise InvalidArgumentError("OrthogonalConv needs a finite scale > 0", f"{scale}", "Often it is 1.")
         self.scale = float(scale)

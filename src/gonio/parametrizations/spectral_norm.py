@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import expect_steps_, watch
 from gonio.editing.where import sites
-from gonio.errors import InvalidArgumentError, NoMatchError
+from gonio.errors import InvalidArgumentError, NoMatchError, check_range
 from gonio.execution import apply, count_fused_steps, cut_like, is_sharded, ordinary_eager
 from gonio.geometry.norms import WIDE, full_precision, normalize, whole, widen
 from gonio.geometry.views import Layout
@@ -100,6 +100,7 @@ class SpectralNorm(Parametrization):
         super().__init__()
         if view not in get_args(Of):
             raise InvalidArgumentError('SpectralNorm has view="filters" or "conv"', repr(view), "Choose one.")
+        check_range("SpectralNorm", norm=norm, at_most=at_most)
         if not 0 < norm < float("inf"):
             raise InvalidArgumentError("SpectralNorm needs a finite norm > 0", f"{norm}", "Often it is 1.")
         if at_most is not None and not 0 < at_most < float("inf"):

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, check_range
 from gonio.geometry.kernels import applies_to
 from gonio.geometry.norms import least_norm, safe_norm, widen
 from gonio.geometry.views import Layout
@@ -70,6 +70,7 @@ class WeightStandardization(Parametrization):
         super().__init__()
         if scale not in get_args(Scale):
             raise InvalidArgumentError('WeightStandardization has scale="std" or "fan_in"', repr(scale), "Choose one.")
+        check_range("WeightStandardization", gain=gain)
         if not 0 < gain < float("inf"):
             do = "Use 1, or gonio.init.gain(activation)."
             raise InvalidArgumentError("WeightStandardization needs a finite gain > 0", f"{gain}", do)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.steps import parameter_ids, watch
+from gonio.editing.steps import watch
 from gonio.editing.where import Where, refuse_flat_shards
+from gonio.editing.wrappers import parameter_ids
 from gonio.errors import GonioWarning, InvalidArgumentError, listing
 from gonio.escaping import html_table
 from gonio.penalty.hooks import data_parallel_group

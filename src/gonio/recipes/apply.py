@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Ref, referrer
-from gonio.editing.steps import parameter_ids, real_optimizers, watch
+from gonio.editing.steps import watch
+from gonio.editing.wrappers import parameter_ids, real_optimizers
 from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
 from gonio.messages import local, say

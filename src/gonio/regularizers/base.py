@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, check_range
 from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
 from gonio.geometry.norms import WIDE, full_precision, whole, widen
 from gonio.geometry.views import Layout, unview
@@ -67,20 +67,19 @@ class Regularizer(ABC):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        check_range(name, **numbers)
+        if {"strength", "every"} <= numbers.keys():
+            check_range(name, **{"strength × every": self.strength * self.every})
         require(
             math.isfinite(self.strength) and self.strength >= 0,
             f"{name}() needs a finite strength >= 0",
             f"strength={self.strength}",
             "A negative strength has no minimum.",
         )
-        for each in fields(self):
-            value = getattr(self, each.name)
-            require(
-                not isinstance(value, float) or math.isfinite(value),
-                f"{name}() needs a finite {each.name}",
-                f"{each.name}={value}",
-                "Choose a number.",
-            )
+        for key, value in numbers.items():
+            require(math.isfinite(value), f"{name}() needs a finite {key}", f"{key}={value}", "Choose a number.")
         require(self.every >= 1, f"{name}() needs every >= 1", f"every={self.every}", "Use 1 for every step.")
         for option, allowed in _options(type(self)).items():
             given = getattr(self, option)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -87,8 +86,8 @@ class NormPower(ScaleRegularizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.power < math.inf:
-            raise InvalidArgumentError("NormPower(power=) must be 1 or more", repr(self.power), "Pass 1.0 or 1.5.")
+        if not 1 <= self.power <= 16:  # above, powers of usual norms are not in float32
+            raise InvalidArgumentError("NormPower(power=) must be from 1 to 16", repr(self.power), "Pass 1.0 or 1.5.")
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         squares = matrix_view(weight, layout).square().sum((1, 2))

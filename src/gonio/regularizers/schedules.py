@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, check_range
 
 
 class Schedule(ABC):
@@ -65,6 +66,11 @@ class Milestones(Schedule):
                 f"steps={self.steps}, factors={self.factors}",
                 "Sort the steps and give as many factors.",
             )
+        for factor in self.factors:
+            check_range("Milestones", factors=factor)
+            if not 0 <= factor < inf:
+                do = "A negative strength has no minimum; 0 switches the term off."
+                raise InvalidArgumentError("Milestones() needs finite factors >= 0", f"{factor}", do)
 
     @classmethod
     def srip(cls, steps_per_epoch: int) -> Milestones:

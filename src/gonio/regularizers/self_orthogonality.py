@@ -14,6 +14,8 @@ from gonio.geometry.norms import widen
 from gonio.regularizers.base import Evaluation, OutputRegularizer, identity_like, require
 from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total
 
+MOST_PROBES = 2**20
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -103,8 +105,8 @@ class SelfOrthogonality(OutputRegularizer):
             "Leave it out to use all.",
         )
         require(
-            self.probes is None or (self.probes >= 2 and self.samples is None),
-            "SelfOrthogonality() needs probes >= 2, without samples",
+            self.probes is None or (2 <= self.probes <= MOST_PROBES and self.samples is None),
+            f"SelfOrthogonality() needs probes from 2 to {MOST_PROBES}, without samples",
             f"probes={self.probes}, samples={self.samples}",
             "Leave one of them out.",
         )

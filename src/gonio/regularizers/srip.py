@@ -55,7 +55,8 @@ class SRIP(WeightRegularizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.iterations >= 1, "SRIP() needs iterations >= 1", f"iterations={self.iterations}", "Use 1 or more.")
+        needs = "SRIP() needs iterations from 1 to 1000, because each multiplies the weight twice"
+        require(1 <= self.iterations <= 1000, needs, f"iterations={self.iterations}", "1 or 2 are usual.")
 
     def _evaluate(self, weight: Tensor, layout: Layout, state: Tensor | None) -> Evaluation:
         a = small_side(matrix_view(weight, layout))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
-from gonio.errors import InvalidArgumentError, NotApplicableError, closest
+from gonio.errors import InvalidArgumentError, NotApplicableError, check_range, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view, why_not_dense
 from gonio.init.gain import KINDS, gain
@@ -81,6 +81,8 @@ def init_(
     refuse_flat_shards(model, "init_")
     able = partial(can_act, tensor=tensor)
     found = select(model, where, verb="init_", can_act=able)
+    if bias != "keep" and isinstance(bias, (int, float)):
+        check_range("init_", bias=bias)
     if bias != "keep" and not (isinstance(bias, (int, float)) and isfinite(bias)):
         raise InvalidArgumentError('init_ takes a finite number or "keep" as bias', repr(bias), "Leave it out for 0.")
     asked = options.get("gain", "trains")

@@ -237,7 +237,8 @@ def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
     """The norms whose running statistics are those of the start, although they, or other norms of the model, have run.
 
     That a norm was trained is seen from its gains and shifts, if both differ between channels: initialisations draw
-    gains (DCGAN: N(1, 0.02)), but leave shifts alike.
+    gains (DCGAN: N(1, 0.02)), but leave shifts alike. Where both are drawn (RepVGG: N(0.1, 0.1) and N(0, 0.1)), they
+    are those of one distribution in all norms; training moves the norms of each depth in its own way.
     """
     tensors = [
         (norm, dict(norm.named_buffers(recurse=False)) | dict(norm.named_parameters(recurse=False))) for norm in norms
@@ -248,9 +249,12 @@ def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
         if "running_mean" in state and not any(map(_has_no_values, state.values()))
     ]
     fresh = [(norm, state) for norm, state in known if _are_of_the_start(state["running_mean"], state["running_var"])]
-    return [
-        norm for norm, state in fresh if len(fresh) < len(known) or _are_unequal(state.get("weight"), state.get("bias"))
-    ]
+    if len(fresh) < len(known):
+        return [norm for norm, _ in fresh]
+    unequal = [(norm, state) for norm, state in fresh if _are_unequal(state.get("weight"), state.get("bias"))]
+    if all(_are_drawn_alike([state[name] for _, state in unequal]) for name in ("weight", "bias")):
+        return []
+    return [norm for norm, _ in unequal]
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
@@ -263,6 +267,27 @@ def _are_of_the_start(mean: torch.Tensor, var: torch.Tensor) -> bool:
 
 def _are_unequal(*vectors: torch.Tensor | None) -> bool:
     return all(vector is not None and bool((vector != vector.flatten()[0]).any()) for vector in vectors)
+
+
+def _are_drawn_alike(vectors: Sequence[torch.Tensor]) -> bool:
+    """Whether three or more vectors may be draws of one normal distribution; of two, training can leave that look.
+
+    Their means agree (between their squares and those within) and their variances do (Bartlett): each statistic is that
+    of a chi-squared distribution, with a chance of 0.001 to be above its limit.
+    """
+    values = [vector.detach().to("cpu", torch.float64).flatten() for vector in vectors]
+    values = [vector for vector in values if vector.numel() > 1]
+    if len(values) < 3:
+        return False
+    free = torch.tensor([vector.numel() - 1.0 for vector in values], dtype=torch.float64)
+    means, variances = (torch.stack([each(vector) for vector in values]) for each in (torch.mean, torch.var))
+    within, centre = (free * variances).sum() / free.sum(), ((free + 1) * means).sum() / (free + 1).sum()
+    between = ((free + 1) * (means - centre).square()).sum() / within
+    correction = 1 + ((1 / free).sum() - 1 / free.sum()) / (3 * (len(values) - 1))
+    spread = (free.sum() * within.log() - (free * variances.log()).sum()) / correction
+    half = torch.full((2,), (len(values) - 1) / 2, dtype=torch.float64)
+    chances = torch.special.gammaincc(half, torch.stack([between, spread]).clamp(min=0) / 2)
+    return bool((chances > 0.001).all())  # not of NaN
 
 
 @rule("G415", ADVICE)

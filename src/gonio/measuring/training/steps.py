@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import atan, degrees, isfinite
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gonio.editing.steps import computes_gradients, inner_optimizers, parameter_ids, real_optimizers
+from gonio.editing.steps import computes_gradients
+from gonio.editing.wrappers import inner_optimizers, parameter_ids, real_optimizers
 from gonio.errors import InvalidArgumentError, with_article
 from gonio.geometry import matrix_view
 from gonio.measuring.figures.moments import Moments, StateMeasurement, StateSums, state_row, state_sums
@@ -56,7 +57,7 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> tuple[list[Any], lis
             do = "Pass the torch optimizer itself, or a list of them."
             raise InvalidArgumentError("Tracker(optimizer=) is an optimizer", type(each).__name__, do)
         if not parameter_ids(each) & known:
-            do = "Pass the optimizer that trains this model."
+            do = "Pass the optimizer that trains this model, or leave it out and call step() after each step."
             found = f"{with_article(type(each).__name__)} of other parameters"
             raise InvalidArgumentError("Tracker(optimizer=) trains the model's parameters", found, do)
     watched, real = list[Any](), dict[int, Optimizer]()
@@ -69,6 +70,20 @@ def checked_optimizers(model: nn.Module, optimizer: Any) -> tuple[list[Any], lis
         watched += [] if inner.keys() <= real.keys() else [each]
         real |= inner
     return watched, list(real.values())
+
+
+def of_several(entries: Iterable[TensorEntry], optimizers: Sequence[Optimizer]) -> list[str]:
+    """The layers whose weight is computed from parameters that different optimizers step, such as gains apart."""
+    owners = {key: number for number, each in enumerate(optimizers) for key in parameter_ids(each)}
+    found = []
+    for entry in entries:
+        try:
+            leaves = [] if entry.load is None else _leaves_of(entry.load)
+        except Exception:  # the model's own code; the measurement says why
+            continue
+        if len({owners[id(p)] for p in leaves if id(p) in owners}) > 1:
+            found.append(entry.path)
+    return found
 
 
 # --- figures ------------------------------------------------------------------------------------------------------
@@ -113,7 +128,14 @@ class StepFigures:
     def copy(self, entries: Sequence[TensorEntry], optimizer: Optimizer) -> None:
         """Copy the weights that the optimizer is about to change."""
         parameters = self._parameters()
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = parameter_ids(optimizer)
+        if held.isdisjoint(map(id, self._model.parameters())):
+            raise InvalidArgumentError(
+                "Tracker(optimizer=) trains the model's parameters",
+                f"{with_article(type(optimizer).__name__)} whose groups have other tensors now, as trainers that keep "
+                "copies of the weights put there",
+                "Leave optimizer= out, and call step() after each step.",
+            )
         mine = [entry for entry in entries if any(id(p) in held for p in parameters(entry))]
         copies = [(entry, weight.detach().clone()) for entry in mine if (weight := entry.read()) is not None]
         self._copies[id(optimizer)] = copies
