@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 from torch.optim import Optimizer
 
 from gonio.errors import InvalidArgumentError, with_article
+from gonio.execution import loaded
 
-# Wrappers that change no weight after the step of the optimizer that they contain, by module and class.
+# Wrappers that change no weight after the step of the optimizer that they contain, by class.
 _TRANSPARENT = (
-    ("accelerate.optimizer", "AcceleratedOptimizer"),
-    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
-    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+    "accelerate.optimizer:AcceleratedOptimizer",
+    "lightning.pytorch.core.optimizer:LightningOptimizer",
+    "pytorch_lightning.core.optimizer:LightningOptimizer",
 )
 
 
@@ -87,8 +87,8 @@ def is_reported(optimizer: Any) -> bool:
 
 
 def is_transparent(wrapper: Any) -> bool:
-    known = (getattr(sys.modules.get(module), name, None) for module, name in _TRANSPARENT)
-    return any(kind is not None and isinstance(wrapper, kind) for kind in known)
+    """Whether the step of a wrapper changes weights by the steps of what it contains alone."""
+    return isinstance(wrapper, loaded(*_TRANSPARENT))
 
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gonio.errors import InvalidArgumentError
 from gonio.escaping import json_data, plain
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, markdown_findings, render_findings, rule
-from gonio.measuring.private_torch import tree_leaves
 from gonio.measuring.showing.table import Column, PagedTable, markdown_table, tensor_table
 from gonio.measuring.showing.widths import widths_page
 from gonio.messages import say

@@ -162,11 +162,10 @@ def _store_(edit: Edit, moments: _RunningMoments, channels: str) -> None:
     site = moments.site
     running_mean, running_var = site.module.get_buffer("running_mean"), site.module.get_buffer("running_var")
     n, mean, var = moments.result(running_mean.numel(), running_mean.device)
-    refuse = partial(NotApplicableError, "calibrate_", site.path, action="calibrate", kind=site.kind)
     if n == 0:
-        raise refuse("it saw no values", "Leave it out of `where`.")
+        raise moments.refuse("it saw no values", "Leave it out of `where`.")
     if not (torch.isfinite(mean).all() and torch.isfinite(var).all()):
-        raise refuse("its statistics are not finite", "Check weights and batches.")
+        raise moments.refuse("its statistics are not finite", "Check weights and batches.")
     chosen = ~(torch.isfinite(running_mean) & (running_var >= 0) & torch.isfinite(running_var))
     if channels == "all":
         chosen = torch.ones_like(chosen)
@@ -200,6 +199,7 @@ class _RunningMoments:
 
     def __init__(self, site: Site, *, of_batches: bool) -> None:
         self.site, self.of_batches = site, of_batches
+        self.refuse = partial(NotApplicableError, "calibrate_", site.path, action="calibrate", kind=site.kind)
         module = site.module
         self.unbiased = isinstance(module, (_BatchNorm, _InstanceNorm))
         self.fits = isinstance(module, (_BatchNorm, _InstanceNorm))  # whether it normalises dim 1, as far as is known
@@ -233,7 +233,7 @@ class _RunningMoments:
 
     def _check(self, given: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Raise for a layer whose statistics are not those of dim 1: its first channel's change other outputs too."""
-        module, site = copy.deepcopy(self.site.module).eval(), self.site
+        module = copy.deepcopy(self.site.module).eval()
         mean = module.get_buffer("running_mean").zero_()
         module.get_buffer("running_var").fill_(1)
         before = module.forward(*arguments, **keywords)
@@ -244,8 +244,7 @@ class _RunningMoments:
             fits = torch.equal(before[:, 1:].nan_to_num(), after[:, 1:].nan_to_num())
         if not fits:
             why = "its running statistics are not those of the second dimension of its input"
-            do = "Leave it out of `where`."
-            raise NotApplicableError("calibrate_", site.path, why, do, action="calibrate", kind=site.kind)
+            raise self.refuse(why, "Leave it out of `where`.")
         self.fits = True
 
     def _merge(self, n: Tensor, means: Tensor, variances: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from gonio.editing.twin import evaluating, set_tensors_
 from gonio.editing.where import is_sharded
@@ -18,7 +19,6 @@ from gonio.errors import first_line
 from gonio.execution import derivatives, several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
-from gonio.measuring.private_torch import tree_leaves
 from gonio.messages import say
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality

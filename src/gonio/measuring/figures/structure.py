@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import evaluating
@@ -20,7 +21,6 @@ from gonio.execution import several_ranks
 from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of, with_logits
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.starts import layers_as_built
-from gonio.measuring.private_torch import BATCH_NORMS
 from gonio.messages import say
 from gonio.parametrizations.mechanism import parametrization_of
 from gonio.surgery import Site, sites
@@ -319,7 +319,7 @@ class NormUse:
     @property
     def averages_over_batches(self) -> bool:
         """Whether it is a batch norm that updates its statistics in training."""
-        return isinstance(self.module, BATCH_NORMS) and not self.frozen
+        return isinstance(self.module, _BatchNorm) and not self.frozen
 
     @property
     def values(self) -> int | None:

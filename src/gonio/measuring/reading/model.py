@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import NotApplicableError, first_line
+from gonio.execution import loaded
 from gonio.geometry import Layout, layout_of
-from gonio.measuring.private_torch import recurrent_weights
 from gonio.measuring.reading.entry import (
     CONSTANT,
     FACTOR,
@@ -35,6 +35,7 @@ from gonio.surgery.facts import TABLES, facts_of
 
 Read = Callable[[], Tensor]
 _UNREAD = "not known to be a stack of filters"
+_DYNAMIC = ("LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 
 
 def entries_of_model(model: nn.Module) -> list[TensorEntry]:
@@ -105,6 +106,12 @@ def _computed(module: nn.Module) -> dict[str, Read]:
     for name in recurrent_weights(module):
         made.setdefault(name, partial(lambda of, key: recurrent_weights(of)[key], module, name))
     return made
+
+
+def recurrent_weights(module: nn.Module) -> Mapping[str, Tensor]:
+    """The weights of torch's dynamically quantised recurrent layers, which are neither parameters nor buffers."""
+    kinds = loaded(*(f"torch.ao.nn.quantized.dynamic:{kind}" for kind in _DYNAMIC))
+    return dict(module.get_weight()) if isinstance(module, kinds) else {}  # type: ignore[operator]
 
 
 def _parametrizations(module: nn.Module) -> nn.ModuleDict | None:
