@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
+from gonio import errors
 from gonio.errors import PlanChangedError, StudyError
 from gonio.lab import Run, Study, make_script_plan, run, self_test_plan
 from gonio.lab.judging.results import Ratio
 from gonio.lab.record import RunRecord
 from gonio.lab.running.study import locked, transaction
+from gonio.lab.running.training import guarded
 from gonio.lab.showing.tables import seen
 from lab.own_training import noisy
 from lab.plans import OWN, plan_of
@@ -51,6 +53,27 @@ def test_failed_runs_are_kept_and_done_again(tmp_path: Path) -> None:
     assert study.results().effects[0].failed == 0
     study.add(entry, RunRecord("r0", 0, "diverged", error="loss"), {})  # a result, and no accident
     assert (entry, 0) not in study.missing()
+
+
+class InvalidArgumentError(Exception):
+    """An error of a user's script with the name of one of gonio's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (InvalidArgumentError("no such setting"), False),
+        (errors.InvalidArgumentError("a setting", "no such setting", "Choose one."), True),
+        (ValueError("no such setting"), False),
+    ],
+)
+def test_only_what_gonio_refuses_counts_as_refused(error: Exception, refused: bool) -> None:
+    def fails() -> RunRecord:
+        raise error
+
+    found = guarded(RunRecord("r0", 0, "failed"), fails)["record"]
+    assert RunRecord(**found).refused == refused
+    assert "no such setting" in found["error"]
 
 
 def test_costs_are_measured_once_per_recipe(tmp_path: Path) -> None:

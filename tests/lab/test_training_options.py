@@ -174,6 +174,9 @@ def test_the_moving_average_is_its_recursion_and_is_what_is_judged(task: Task) -
     with average.in_place():
         assert model.weight.item() == pytest.approx(reference, rel=1e-6)
     assert model.weight.item() == 7
+    with pytest.raises(KeyboardInterrupt, match="stopped"), average.in_place():
+        raise KeyboardInterrupt("stopped")
+    assert model.weight.item() == 7
     seen: list[Tensor] = []
     net_ = net()
     watching = replace(

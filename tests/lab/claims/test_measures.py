@@ -142,6 +142,28 @@ def test_an_unknown_option_is_named() -> None:
         spec_of(Measure("lipschitz_bound", {"size": 1}))
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "wrong"),
+    [
+        ("angle_bias", "read", "output"),
+        ("angle_spread", "layers", "convs"),
+        ("penalty_change", "penalty", "L2"),
+        ("penalty_change", "move", "shuffle"),
+        ("int4_cost", "axes", "pca"),
+        ("lipschitz_bound", "norm", "fro"),
+        ("lipschitz_slack", "norm", "fro"),
+        ("calibrated_accuracy", "average", "batch"),
+        ("rectified_deviation", "biases", "none"),
+        ("robust_accuracy", "attack", "pdg"),
+    ],
+)
+def test_a_wrong_word_does_not_choose_the_other_branch(name: str, option: str, wrong: str) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=f"the option '{option}' of the measure '{name}' is '.*found '{wrong}'"
+    ):
+        spec_of(Measure(name, {option: wrong}))
+
+
 def test_rotation_is_compared_with_the_equilibrium_of_scale_invariant_layers() -> None:
     training = replace(TRAINING, lr=0.1, weight_decay=0.05, momentum=0.0, schedule="constant")
     task, model = resolve("digits"), deep_cnn(depth=2, width=8, norm="batch")

@@ -67,7 +67,7 @@ def calibrated_accuracy(run: FinishedRun, *, average: Literal["moving", "batches
 
 
 @measure("%", worst=0.0, better="max", attacked=True)
-def robust_accuracy(run: FinishedRun, *, attack: Attack | Literal["worst"] = "worst") -> float:
+def robust_accuracy(run: FinishedRun, *, attack: Literal[Attack, "worst"] = "worst") -> float:
     """Accuracy on attacked test examples; `worst` counts an example as correct only if no attack misled the model."""
     return float(run.robustness[attack])
 
