@@ -187,9 +187,9 @@ def measure(
     facts = None
     if isinstance(source, nn.Module) and training is not None:
         facts = ModelFacts.of(source, structure, signals, training)
-    heads = [] if batch is None else [head.logits for head in structure.heads]
     states, of_states, updates = judged_states(contents.optimizer)
-    found = [*findings_of(tensors, facts, heads), *of_entries(entries), *of_files(contents.problems), *of_states]
+    of_weights = findings_of(tensors, facts, structure.heads)
+    found = [*of_weights, *of_entries(entries), *of_files(contents.problems), *of_states]
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
