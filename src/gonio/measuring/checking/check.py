@@ -9,11 +9,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
@@ -27,7 +25,7 @@ from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.absent import without_values
-from gonio.measuring.reading.adapters import MARKS, Adapter, adapters_in, faults_of
+from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
@@ -315,11 +313,9 @@ def _adapters(held: Inventory) -> tuple[list[Adapter], Mapping[str, Any]]:
     folder = _folder(held)
     beside = {} if folder is None else small_json(folder / "adapter_config.json")
     about, config = configured(beside, held.metadata, own)
-    if config is None or not any(mark in f".{name}" for name in own for mark in MARKS):
+    if config is None or not may_hold_adapters(own):
         return [], {}
-    stored = {
-        name: StoredTensor(place.shape, place.dtype, partial(torch.zeros, place.shape)) for name, place in own.items()
-    }
+    stored = {name: StoredTensor.unread(place.shape, place.dtype) for name, place in own.items()}
     return adapters_in(stored, config), about
 
 
@@ -327,9 +323,7 @@ def _without_scale(tensors: Sequence[TensorCheck]) -> Iterator[Problem]:
     """The 8-bit weights that lack the scale that others of the file have."""
     own = {t.name: t for t in tensors if not (t.beside or t.reason)}
     suspects = [name for name, t in own.items() if t.dtype.startswith("float8") and len(t.shape) > 1]
-    stored = {
-        name: StoredTensor(t.shape, t.dtype, partial(torch.zeros, t.shape)) for name, t in own.items() if suspects
-    }
+    stored = {name: StoredTensor.unread(t.shape, t.dtype) for name, t in own.items() if suspects}
     for weight in stored_weights(suspects, stored, {}):
         t = own[weight.parts[0]]
         if weight.kind == BARE and (lost := lost_scale(t.dtype, t.largest or 0.0)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, prod
 from typing import Any, Literal
 
@@ -143,6 +144,11 @@ class StoredTensor:
     def of(cls, tensor: Tensor, load: Callable[[], Tensor] | None = None) -> StoredTensor:
         """A tensor in memory, or one that `load` reads again."""
         return cls(*header_of(tensor), load or (lambda: tensor))
+
+    @classmethod
+    def unread(cls, shape: Sequence[int], dtype: str) -> StoredTensor:
+        """One of which only the header is known; its values read as 0."""
+        return cls(tuple(shape), dtype, partial(torch.zeros, tuple(shape)))
 
     def entry(
         self, name: str, kind: str, layout: Layout | None, reason: str = "", notes: tuple[str, ...] = ()

@@ -22,12 +22,12 @@ from gonio.escaping import plain, redact
 from gonio.geometry import Layout
 from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import (
-    MARKS,
     Adapter,
     AdapterConfig,
     adapters_in,
     entries_of_adapters,
     faults_of,
+    may_hold_adapters,
     stated_in_header,
 )
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
@@ -182,7 +182,7 @@ def configured(
     beside: Mapping[str, Any], metadata: Mapping[str, str], names: Iterable[str]
 ) -> tuple[Mapping[str, Any], AdapterConfig | None]:
     """The configuration of a file's adapters: that beside it, else that in its header; none if it has no adapters."""
-    if not beside and not any(mark in f".{name}" for name in names for mark in MARKS):
+    if not beside and not may_hold_adapters(names):
         return beside, None
     header = {} if beside else stated_in_header(metadata)
     return (header, AdapterConfig.of_header(header)) if header else (beside, AdapterConfig(beside))
