@@ -22,7 +22,7 @@ from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
-from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
+from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
@@ -150,7 +150,7 @@ class CheckResult(Table[TensorCheck]):
 
     def at_least(self, level: Level) -> bool:
         """Whether there is a finding of this level or above."""
-        return any(LEVELS.index(finding.level) >= LEVELS.index(level) for finding in self.findings)
+        return bool(at_least(self.findings, level))
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -433,8 +433,7 @@ def check_before_save(
     if action not in ("raise", "warn"):
         raise InvalidArgumentError("check_before_save(action=) takes raise or warn", f"{action!r}", "Pass one of them.")
     found = check(state)
-    if found.at_least(fail_on):
-        bad = [f for f in found.findings if LEVELS.index(f.level) >= LEVELS.index(fail_on)]
+    if bad := at_least(found.findings, fail_on):
         said = listing([f"{f.code} in {plain(f.path, longest=200)}: {f.found}" for f in bad], limit=3)
         if action == "raise":
             raise UnsoundStateError(redact(said))

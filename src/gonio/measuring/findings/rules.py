@@ -177,6 +177,11 @@ def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: -LEVELS.index(finding.level)))
 
 
+def at_least(findings: Iterable[Finding], level: str) -> list[Finding]:
+    """Those of this level or above."""
+    return [finding for finding in findings if LEVELS.index(finding.level) >= LEVELS.index(level)]
+
+
 @dataclass(frozen=True)
 class Suppressed:
     """Findings that were suppressed.
