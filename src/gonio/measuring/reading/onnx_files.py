@@ -90,24 +90,16 @@ class _Reader:
         if kind == "UNDEFINED" or any(n < 0 for n in shape) or tensor.HasField("segment"):
             said = f"its type is {kind} and its shape {list(shape)}"
         elif known is None:
-            reason = "texts are no numbers" if kind == "STRING" else f"its dtype {dtype} is not read"
-            self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
-            return
+            code, said = "", "texts are no numbers" if kind == "STRING" else f"its dtype {dtype} is not read"
         elif tensor.data_location == self.onnx.TensorProto.EXTERNAL:
             code, said, load, file = self._external(name, tensor, shape, known)
-            if code == "G702":
-                self.problems.append(Problem(code, name, said))
-                self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
-                return
         else:
             said, load = self._inside(tensor, shape, known)
             if not said and prod(shape) == 1 and known.is_floating_point and _is_infinite(load):
                 # where the search for a largest or smallest number begins
-                reason = "a single infinite number, a constant of the graph"
-                self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
-                return
+                code, said = "", "a single infinite number, a constant of the graph"
         if said or load is None:
-            self.problems += [Problem("G704", name, said)] if code else []
+            self.problems += [Problem(code, name, said)] if code else []
             self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
         else:
             self.stored[name] = StoredTensor(shape, dtype, load, file=file, axes=self._axes(name, shape))
