@@ -8,6 +8,7 @@ from typing import Any
 
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.figures.usual import FIGURES
 from gonio.measuring.showing.table import Column, figures
 from gonio.messages import counted, local, say
 from gonio.pages.tables import number
@@ -61,8 +62,7 @@ _COMPOSED: dict[str, tuple[Column[TensorMeasurement], ...]] = {
     "sigma_max": (
         C(
             "sigma", "σ/σ₀", "spectral norm over that of random weights of the same size", 6,
-            lambda t: number(t.sigma_max / t.sigma_random if t.sigma_max is not None and t.sigma_random else None),
-            spectral=True,
+            lambda t: number(FIGURES["sigma_ratio"](t)), spectral=True,
         ),
     ),
 }  # fmt: skip
