@@ -156,6 +156,12 @@ class StoredTensor:
         return TensorEntry(name, kind, layout, self.load, reason, notes, self.shape, self.dtype)
 
 
+def wrong_size(held: int, entries: int, size: int) -> Message:
+    """Why the bytes that are stored are not the values of a tensor."""
+    told = {"held": held, "entries": entries, "size": size}
+    return say("{held} bytes are stored for {entries} entries, which take {size}", **told)
+
+
 def dtype_named(name: str) -> torch.dtype | None:
     """The dtype of this name; None if torch has none."""
     found = getattr(torch, name, None)

@@ -23,7 +23,7 @@ from torch import Tensor
 from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named, wrong_size
 from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
 from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
@@ -108,7 +108,7 @@ class _Reader:
         size, entries = prod(shape) * dtype.itemsize, prod(shape)
         if tensor.HasField("raw_data"):
             held = len(tensor.raw_data)
-            said = "" if held == size else f"{held} bytes are stored for {entries} entries, which take {size}"
+            said = "" if held == size else wrong_size(held, entries, size)
             return said, partial(_from_bytes, tensor, dtype, shape)
         name, times = _FIELDS.get(str(dtype).removeprefix("torch."), ("int32_data", 1))
         held = len(getattr(tensor, name))
@@ -136,7 +136,7 @@ class _Reader:
         begin, held = int(offset), file.stat().st_size
         self.ranges.setdefault(file, {}).setdefault((begin, begin + size), name)
         if int(length) != size:
-            return "G704", f"{int(length)} bytes are stored for {prod(shape)} entries, which take {size}", None, ""
+            return "G704", wrong_size(int(length), prod(shape), size), None, ""
         if begin + size > held:
             return "", self.cut.add(plain(file.name), held, begin + size, name), None, ""
         said = str(dtype).removeprefix("torch.")
