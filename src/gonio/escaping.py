@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,8 +271,10 @@ def write_text(content: str, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def json_data(value: Any) -> Any:
+def json_data(value: Any, text: Callable[[str], str] = plain) -> Any:
     """Records as objects, plain text without control characters, None for a number that is not finite.
+
+    `text` makes the texts; the keys are plain.
 
     Example:
         >>> from gonio.escaping import json_data
@@ -280,11 +282,11 @@ def json_data(value: Any) -> Any:
         {'norms': [1.0, None], 'name': 'a'}
     """
     if is_dataclass(value):
-        return {field.name: json_data(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: json_data(getattr(value, field.name), text) for field in fields(value)}
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
-        return plain(value)
+        return text(value)
     if isinstance(value, dict):
-        return {plain(key): json_data(item) for key, item in value.items()}
-    return [json_data(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {plain(key): json_data(item, text) for key, item in value.items()}
+    return [json_data(item, text) for item in value] if isinstance(value, (list, tuple)) else value

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import gonio
 from file_formats.cases import STATE, assert_equal_figures, codes, fuzz
 from gonio.errors import UnreadableFileError
+from gonio.messages import local
 
 msgpack = pytest.importorskip("msgpack")
 NAMES = {f"params.Dense_{i}.kernel": name for i, name in enumerate(STATE)}
@@ -141,6 +142,14 @@ def test_damages_are_named(tmp_path: Path, kind: str) -> None:
             gonio.measure(tmp_path / "m.msgpack")
     else:
         gonio.measure(tmp_path / "m.msgpack")
+
+
+def test_a_wrong_number_of_bytes_is_told_in_the_language_of_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "m.msgpack").write_bytes(raw_of(ext(((4, 4), "float32", BYTES))))
+    (finding,) = gonio.check(tmp_path / "m.msgpack").findings
+    assert finding.found == "48 bytes are stored for 16 entries, which take 64"
+    with gonio.language("zh"):
+        assert local(finding.found) == "为 16 个元素存了 48 字节，应为 64 字节"
 
 
 def test_arrays_of_other_dtypes_are_named(tmp_path: Path) -> None:

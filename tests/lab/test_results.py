@@ -121,6 +121,11 @@ def test_a_study_without_runs_has_results() -> None:
     assert results.effects[0].p is None
 
 
+def test_a_small_difference_keeps_the_hyphen_of_its_exponent_in_a_notebook() -> None:
+    results = compare([-(2.0**-22)] * 8)  # exact beside the scores
+    assert "<td>−2.38e-07</td>" in results._repr_html_()
+
+
 def test_results_can_be_written_as_json() -> None:
     results = compare([0.1, "diverged", 0.3])
     data = json.loads(json.dumps(results.to_dict()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import gonio
 from gonio.cli.app import check_folders
 from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
-from gonio.measuring.reading.adapters import MARKS, AdapterConfig, adapters_in
+from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
 from gonio.measuring.reading.entry import StoredTensor, clean_names
 from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.safetensors_files import damaged
@@ -187,15 +186,11 @@ def _prefixes(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 def _adapted(checkpoint: Checkpoint) -> list[str]:
     """The layers of which a checkpoint holds adapters; their values are not read."""
-    if not any(mark in f".{name}" for name in checkpoint.state for mark in MARKS):
+    if not may_hold_adapters(checkpoint.state):
         return []
     path = Path(checkpoint.path)
     config = small_json((path if path.is_dir() else path.parent) / "adapter_config.json")
-    stored = {
-        name: StoredTensor(tuple(tensor.shape), str(tensor.dtype), partial(torch.zeros, tensor.shape))
-        for name, tensor in checkpoint.state.items()
-        if isinstance(tensor, Tensor)
-    }
+    stored = {name: StoredTensor.of(t) for name, t in checkpoint.state.items() if isinstance(t, Tensor)}
     return list(dict.fromkeys(adapter.path for adapter in adapters_in(stored, AdapterConfig(config))))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from gonio.measuring import Changes, Differences, Finding, Measurements, Suppression, Widths
 
 _SHOWN = 10  # findings on stderr
-_LEVELS: tuple[str, ...] = get_args(options.Level)
 _BATCH = 32  # samples that models of several widths see
 
 
@@ -224,13 +223,11 @@ def _summarise(verdict: Message, found: Sequence[Finding]) -> None:
         print_err(say("… and {n} more", n=len(found) - _SHOWN))
 
 
-def _count(found: Sequence[Finding], levels: Sequence[str]) -> int:
-    return sum(finding.level in levels for finding in found)
-
-
 def fail_at(found: Sequence[Finding], fail_on: options.Level | None) -> None:
     """Exit with 1 if there is a finding of a level or above."""
-    if fail_on is not None and (counted := _count(found, _LEVELS[_LEVELS.index(fail_on) :])):
+    from gonio.measuring.findings.rules import at_least
+
+    if fail_on is not None and (counted := len(at_least(found, fail_on))):
         told = {"n": counted, "s": "s" if counted > 1 else "", "level": fixed(fail_on)}
         print_err(say("{n} finding{s} at or above {level}", **told))
         raise typer.Exit(ExitCode.FINDING)

@@ -20,14 +20,13 @@ from gonio.messages import counted
 from gonio.models.by_name import resolve as resolve_model
 from gonio.optim.named import arguments_of
 from gonio.recipes import Recipe
+from gonio.recipes.catalogue import TRAINING, VERBS
 from gonio.seeding import derive_seed
 
 TUNING_SEED, ATTACK_SEED = 1_000_003, 1_000_007  # no run of a study may use them
 _MOST_SEEDS, _LARGEST_SEED = 100_000, 2**62  # the database stores 64-bit integers
 Attack = Literal["noise", "transfer", "fgsm", "pgd", "smoothed"]
 ATTACKS: tuple[Attack, ...] = get_args(Attack)  # of each trained model, if it is attacked
-VERBS = ("init", "swap", "parametrize", "penalty")
-PARTS = ("optimizer", "hold", "clip_qk")  # of a recipe; each is one mapping
 # Fields that older plans lack. At these values they do not enter the hash.
 _LATER: dict[str, Any] = {"self_test": False, "tuning": None, "threat": None, "measure": None}
 _LATER |= {"device": "cpu", "metrics": {}}
@@ -204,14 +203,14 @@ class RecipeEntry:
     @property
     def unchanged(self) -> bool:
         """Whether the recipe has no rules, and nothing that acts on steps."""
-        return not any(self.content.get(key) for key in (*VERBS, *PARTS))
+        return not any(self.content.get(key) for key in (*VERBS, *TRAINING))
 
     @property
     def changes(self) -> tuple[str, ...]:
         """Each verb with each method that it uses, once, e.g. `("swap DecoupledConv2d.from_conv",)`."""
         rules = [(verb, rule) for verb in VERBS for rule in self.content.get(verb, ())]
         found = [f"{verb} {rule['use']}" for verb, rule in rules if rule["use"] != "keep"]
-        optimizer, hold, clip = (self.content.get(part) for part in PARTS)
+        optimizer, hold, clip = (self.content.get(part) for part in TRAINING)
         found += [f"optimizer {optimizer['use']}"] if optimizer else []
         found += [f"hold {hold.get('norm', 'matrix')}"] if hold else []
         found += [f"clip_qk {clip.get('limit', 100.0):g}"] if clip else []

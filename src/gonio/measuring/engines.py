@@ -44,13 +44,15 @@ class Spread:
 
     def check(self, sources: Sequence[Source]) -> None:
         """Raise for an unknown engine or number of jobs, and for sources that are no files."""
-        check_engine(self.engine, sources)
+        if self.engine not in get_args(Engine):
+            raise InvalidArgumentError("measure(engine=) is 'local' or 'ray'", repr(self.engine), "Choose one of them.")
         if isinstance(self.jobs, bool) or not isinstance(self.jobs, int) or self.jobs < 1:
             raise InvalidArgumentError("measure(jobs=) is a number of processes", repr(self.jobs), "Write 1 or more.")
         if self.engine == "ray" and self.jobs > 1:
             raise InvalidArgumentError("measure(jobs=) is for engine='local'", "engine='ray'", "Leave one of them out.")
-        for source in sources if self.jobs > 1 or self.journal is not None else ():
-            path_of(source, "jobs=" if self.jobs > 1 else "journal=")
+        option = "engine='ray'" if self.engine == "ray" else "jobs=" if self.jobs > 1 else "journal="
+        for source in sources if option != "journal=" or self.journal is not None else ():
+            path_of(source, option)
 
     def journal_of(
         self, kind: type[Result], sources: Sequence[Source], **options: Any
@@ -61,15 +63,6 @@ class Spread:
         files = [stamps(path_of(source, "journal="), besides=self.journal) for source in sources]
         about = {"rows": kind.__name__, "files": files, "options": options, "versions": versions()}
         return Journal(self.journal, about, kind)
-
-
-def check_engine(engine: str, sources: Sequence[Source]) -> None:
-    """Raise for an unknown engine, and for sources that it cannot distribute."""
-    if engine not in get_args(Engine):
-        raise InvalidArgumentError("measure(engine=) is 'local' or 'ray'", repr(engine), "Choose one of them.")
-    if engine == "ray":
-        for source in sources:
-            path_of(source)
 
 
 def versions() -> dict[str, str]:

@@ -163,8 +163,10 @@ def measure(
     options = {"batch": batch, "loader": loader, "optimizer": optimizer, "base": base}
     options |= {"extra_figures": extra_figures or None, "deep": deep or None, "cache": cache}
     if after is not None:
-        _check_two((after, *more), options)
-        return _compared((source, after, *more), engine=engine, jobs=jobs, journal=journal, progress=progress)
+        _check_several((after, *more), options, journal)
+        if not more:
+            return difference(source, after, engine=engine, jobs=jobs, journal=journal, progress=progress)
+        return changes(source, after, *more, engine=engine, jobs=jobs, progress=progress)
     spread = Spread(engine, jobs, journal)
     _check(source, options, spread)
     training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
@@ -187,9 +189,9 @@ def measure(
     facts = None
     if isinstance(source, nn.Module) and training is not None:
         facts = ModelFacts.of(source, structure, signals, training)
-    heads = [] if batch is None else [head.logits for head in structure.heads]
     states, of_states, updates = judged_states(contents.optimizer)
-    found = [*findings_of(tensors, facts, heads), *of_entries(entries), *of_files(contents.problems), *of_states]
+    of_weights = findings_of(tensors, facts, structure.heads)
+    found = [*of_weights, *of_entries(entries), *of_files(contents.problems), *of_states]
     return Measurements(
         name_of(source),
         tuple(_annotated(tensor, structure) for tensor in tensors),
@@ -204,22 +206,6 @@ def measure(
     )
 
 
-def _compared(
-    sources: Sequence[Source],
-    *,
-    engine: Engine,
-    jobs: int,
-    journal: str | os.PathLike[str] | None,
-    progress: Progress,
-) -> Differences | Changes:
-    """The differences of two sources, or of several from the first one."""
-    if len(sources) == 2:
-        return difference(*sources, engine=engine, jobs=jobs, journal=journal, progress=progress)
-    if journal is not None:
-        raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
-    return changes(*sources, engine=engine, jobs=jobs, progress=progress)
-
-
 def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:
     """What a model, or the configuration of a checkpoint on request, shows beyond its tensors."""
     if isinstance(source, nn.Module):
@@ -229,13 +215,15 @@ def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figur
     return Structure()
 
 
-def _check_two(after: Sequence[Source], options: dict[str, Any]) -> None:
-    """Refuse options of a single source, and `measure(model, batch)` without its keyword."""
+def _check_several(after: Sequence[Source], options: dict[str, Any], journal: str | os.PathLike[str] | None) -> None:
+    """Refuse options of a single source or of two, and `measure(model, batch)` without its keyword."""
     if any(isinstance(source, torch.Tensor) for source in after):
         raise InvalidArgumentError("measure(a, b) compares two sources", "a Tensor", "Pass a batch as batch=.")
     given = next((name for name, value in options.items() if value is not None), "")
     if given:
         raise InvalidArgumentError("measure(a, b) compares two sources", f"{given}= as well", "Leave it out.")
+    if journal is not None and len(after) > 1:
+        raise InvalidArgumentError("measure(journal=) keeps one source, or two", "more", "Leave it out.")
 
 
 _OF_MODELS = {

@@ -19,6 +19,7 @@ from gonio.editing.steps import check_optimizer, expect_steps_, watch
 from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites, unwrapped
 from gonio.editing.wrappers import parameter_ids, real_optimizers
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, check_range
+from gonio.execution import several_ranks
 from gonio.messages import counted, say
 from gonio.optim.holding import refuse_averages, step_of_hold
 from gonio.surgery.anatomy import anatomy
@@ -253,7 +254,7 @@ class _Clip:
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
         seen = [(each.block, each.taken()) for each in self._observed]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if several_ranks():
             if not is_replicated(self._model):
                 why = "several processes train, and the logits of the others are not known"
                 do = "Call clip_qk_ on the DistributedDataParallel that is around the model."

@@ -23,7 +23,7 @@ from gonio.surgery.equivalent import generated_example
 from gonio.surgery.logits import Sides
 from gonio.surgery.planned import planned
 from gonio.surgery.products import LAYERS, MASKED
-from gonio.surgery.recording import Call, Part, Product, Recording, record
+from gonio.surgery.recording import Call, Part, Product, Recording, noise_like, record, same
 
 _SAMPLED = 16  # entries of a query that are looked at where they are not as many as the rows of a head
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
@@ -158,15 +158,11 @@ def _one(run: Recording, x: Tensor) -> Call | None:
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
-def _noise(like: Tensor) -> Tensor:
-    return torch.randn(like.shape, generator=generator(0, "anatomy")).to(like)
-
-
 def _gradients(x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of a random sum of the entries."""
     if not x.requires_grad or not inputs:
         return [None] * len(inputs)
-    found = derivatives((x * _noise(x)).sum(), inputs, retain_graph=True, allow_unused=True)
+    found = derivatives((x * noise_like(x, "anatomy")).sum(), inputs, retain_graph=True, allow_unused=True)
     return list(found)
 
 
@@ -324,7 +320,7 @@ class _Block:
         joined: dict[int, frozenset[int]] = {}
         for each in sources:
             joined.update({n: joined.get(n, frozenset()) | channels for n, channels in each.items()})
-        return _equal(_changes(x, [joined], self.calls)[0], x)
+        return same(_changes(x, [joined], self.calls)[0], x)
 
     def _normed(self, xs: Sequence[Tensor], sources: list[_Sources]) -> bool:
         """Whether a norm lies between these rows and any of the tensors."""
@@ -385,7 +381,7 @@ def _rotation(entries: Sequence[frozenset[tuple[int, int]]]) -> Literal["", "hal
 def _changes(x: Tensor, parts: Sequence[_Sources], calls: Sequence[Call]) -> list[Tensor]:
     """For each part the derivative of x along its outputs: where x is linear, what x loses without them."""
     used = list({n: None for part in parts for n in part})
-    weight = _noise(x).requires_grad_()
+    weight = noise_like(x, "anatomy").requires_grad_()
     outs = [calls[n].out for n in used]
     gradients = derivatives((x * weight).sum(), outs, create_graph=True, retain_graph=True, allow_unused=True)
     found = []
@@ -399,11 +395,6 @@ def _changes(x: Tensor, parts: Sequence[_Sources], calls: Sequence[Call]) -> lis
         moved = derivatives(total, [weight], retain_graph=True)[0] if total.requires_grad else None
         found.append(torch.zeros_like(weight) if moved is None else moved)
     return found
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Entry by entry, up to rounding."""
-    return float((a - b).detach().abs().max()) <= 50 * torch.finfo(b.dtype).eps * float(b.detach().abs().max())
 
 
 def _distinct(sources: list[_Sources]) -> tuple[list[_Sources], list[int]]:
@@ -473,7 +464,9 @@ def _halves(found: list[tuple[Call, Tensor]], units: int, positions: int) -> lis
 def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> bool:
     """Whether each entry of what a layer reads depends on one entry of each part alone, at the same position."""
     shown = torch.rand(reader.x.shape, generator=generator(1, "anatomy")).to(reader.x.device) < 0.5
-    gradients = derivatives((reader.x * _noise(reader.x) * shown).sum(), [c.out for c in calls], retain_graph=True)
+    gradients = derivatives(
+        (reader.x * noise_like(reader.x, "anatomy") * shown).sum(), [c.out for c in calls], retain_graph=True
+    )
     for _, n, channels in halves:
         mine = gradients[n].movedim(calls[n].channel, -1)[..., channels]
         if bool((mine[~shown.movedim(reader.channel, -1).reshape(mine.shape)] != 0).any()):
@@ -483,18 +476,18 @@ def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> 
 
 def _roles(reader: Call, outs: list[Tensor], halves: list[_Half]) -> tuple[Part | None, Part | None, int]:
     """Which part is up, which is the gate, and :attr:`Mlp.degree`; (None, None, 0) where that is not known."""
-    noise = _noise(reader.x)
+    noise = noise_like(reader.x, "anatomy")
     gradients = derivatives((reader.x * noise).sum(), outs, retain_graph=True)
     terms = (reader.x * noise).detach().movedim(reader.channel, -1)
     if len(halves) == 1:
         slopes, out = (t.detach().movedim(reader.channel, -1).reshape(terms.shape) for t in (gradients[0], outs[0]))
         if bool(((ratio := slopes / noise.movedim(reader.channel, -1)) - ratio.flatten()[0]).abs().max() < 1e-5):
             return None, None, 0
-        return halves[0][0], None, next((n for n in (1, 2) if _equal(slopes * out, n * terms)), 0)
+        return halves[0][0], None, next((n for n in (1, 2) if same(slopes * out, n * terms)), 0)
     linear, positive = [], []
     for _, n, channels in halves:
         g, out = (t.detach().movedim(reader.channel, -1)[..., channels] for t in (gradients[n], outs[n]))
-        linear.append(_equal(g * out, terms))
+        linear.append(same(g * out, terms))
         active = reader.x.movedim(reader.channel, -1).reshape(out.shape) != 0
         positive.append(bool((out[active] >= 0).all()))
     if linear == [True, True]:  # the gate of ReLU is where both are proportional

@@ -14,14 +14,11 @@ from gonio.editing.steps import check_optimizer
 from gonio.editing.where import refuse_meta, refuse_shards
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.messages import fixed, joined, say
-from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
+from gonio.surgery.equivalent import SAME_FUNCTION, SAME_OUTPUTS, SameFunction, or_coarser
 from gonio.surgery.graph import trace
 from gonio.surgery.movable import LeastSum, Movable, least_scales, movable
 from gonio.surgery.scales import ChannelMap
-from gonio.surgery.symmetries import BlockSymmetries, LeastFactors, least_factors
-
-_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}
-_ROUNDINGS = 64  # times the rounding of a coarser type in which the model computes, as norms in float32 do
+from gonio.surgery.symmetries import LeastFactors, least_factors
 
 
 def balance_(
@@ -110,14 +107,8 @@ def balance_(
             _rescale_(edit, layer, *least.factors(layer), optimizer)
         _rescale_blocks_(edit, of_blocks, optimizer)
         _note_result(edit, found, least, of_blocks)
-        same.check_(edit, "balance", _allowed(blocks, exact=not free), 0.1)
+        same.check_(edit, "balance", or_coarser(SAME_FUNCTION if free else SAME_OUTPUTS, blocks.eps), 0.1)
     return edit.done()
-
-
-def _allowed(blocks: BlockSymmetries, *, exact: bool) -> dict[torch.dtype, float]:
-    """The relative deviations of the outputs, by their dtype."""
-    allowed, coarser = SAME_OUTPUTS if exact else _ALLOWED, min(_ROUNDINGS * blocks.eps, 0.1)
-    return {dtype: max(each, coarser) for dtype, each in allowed.items()}
 
 
 def _nothing_moves(found: Movable) -> NotApplicableError:

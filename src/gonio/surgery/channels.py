@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -99,18 +99,63 @@ def output_channels(graph: Graph) -> dict[str, OutputChannels]:
 
 
 @dataclass(frozen=True)
-class _ChannelFlow:
-    """The tensor of a node: whose channels it holds, after which operations, and where they are.
+class Position:
+    """Where the channels of a tensor are.
 
     `axis` is "channels" (dim 1, before `spatial` further dims), "features" (the last dim) or "flat" (dim 1 after
     flattening channels and positions, so that each channel is a run of features).
     """
 
-    source: OutputChannels
-    count: int
     axis: str
     spatial: int = 0
+
+    @classmethod
+    def made_by(cls, module: nn.Module) -> Position:
+        """Where the channels of a weighted layer's output are."""
+        return cls("features") if isinstance(module, nn.Linear) else cls("channels", module.weight.dim() - 2)  # type: ignore[operator]
+
+    def after(self, graph: Graph, node: fx.Node) -> Position | None:
+        """Where they are after flattening, pooling or a mean over positions; None after any other operation."""
+        module, called, facts = graph.called(node), called_function(node), graph.facts(node)
+        if flattens_from_dim_1(node, module, called):
+            return Position("flat") if self.axis == "channels" else self
+        if self.axis != "channels":
+            return None
+        if (facts.homogeneous and facts.acts_on == "channels") or called in POOLING_FUNCTIONS:
+            return self
+        if called == "mean" and averages_positions(node, self.spatial):
+            return self if node.kwargs.get("keepdim") else Position("features")
+        return None
+
+    def features_of_each(self, channels: int, module: nn.Module) -> int:
+        """As how many features a weighted layer reads each of the channels; 0 if it does not read them one by one."""
+        linear = isinstance(module, nn.Linear)
+        if self.axis not in (("features", "flat") if linear else ("channels",)):
+            return 0
+        read = int(module.in_features if linear else module.in_channels)  # type: ignore[arg-type]
+        each = read // channels if self.axis == "flat" else 1
+        return each if channels * each == read else 0
+
+
+def why_unread(graph: Graph, path: str, module: nn.Module) -> str:
+    """Why the channels that a weighted layer reads and makes are not followed; empty if they are."""
+    why = graph.why_pinned(path, module)
+    if not why and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
+        why = say("{path} is {kind}", path=path, kind=with_article(type(module).__name__))
+    return why
+
+
+@dataclass(frozen=True)
+class _ChannelFlow:
+    """The tensor of a node: whose channels it holds, where they are, and after which operations."""
+
+    source: OutputChannels
+    count: int
+    position: Position
     operations: tuple[Operation, ...] = ()
+
+    def then(self, operation: Operation) -> _ChannelFlow:
+        return replace(self, operations=(*self.operations, operation))
 
 
 class _ChannelReader:
@@ -142,25 +187,16 @@ class _ChannelReader:
 
     def _read_weighted(self, node: fx.Node, module: nn.Module, flows: list[_ChannelFlow]) -> None:
         path = str(node.target)
-        refusal = self.graph.why_pinned(path, module)
-        if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
-            refusal = say("{path} is {kind}", path=path, kind=with_article(type(module).__name__))
-        linear = isinstance(module, nn.Linear)
+        refusal = why_unread(self.graph, path, module)
         for flow in flows:
-            read = 0 if refusal else int(module.in_features if linear else module.in_channels)  # type: ignore[arg-type]
-            per_channel = read // flow.count if flow.axis == "flat" else 1
-            axes = ("features", "flat") if linear else ("channels",)
-            if refusal:
-                flow.source.stop(refusal)
-            elif flow.axis in axes and flow.count * per_channel == read:
-                flow.source.readings.append(Reading(path, module, per_channel, flow.operations))
+            if not refusal and (each := flow.position.features_of_each(flow.count, module)):
+                flow.source.readings.append(Reading(path, module, each, flow.operations))
             else:
-                flow.source.stop(say("{path} does not read its channels one by one", path=path))
+                flow.source.stop(refusal or say("{path} does not read its channels one by one", path=path))
         own = self.found.setdefault(path, OutputChannels(path, module, why=refusal))
         if not refusal:
-            count: Any = module.out_features if linear else module.out_channels
-            spatial = 0 if linear else len(module.kernel_size)  # type: ignore[arg-type]
-            self.flow[node] = _ChannelFlow(own, count, "features" if linear else "channels", spatial)
+            count: Any = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+            self.flow[node] = _ChannelFlow(own, count, Position.made_by(module))
 
     def _after(self, node: fx.Node, module: nn.Module | None, flow: _ChannelFlow) -> _ChannelFlow | None:
         """The flow after an operation that acts on each channel alone; None for any other."""
@@ -168,44 +204,34 @@ class _ChannelReader:
         if isinstance(module, TORCH_NORMS[0]):
             return self._after_norm(node, module, flow)
         if module is not None and (each := _on_entries(module)) is not None:
-            return _then(flow, each)
+            return flow.then(each)
         if called.removesuffix("_") in (*ACTIVATIONS, *_NOTHING):
-            return _then(flow, _of_function(node, called))
-        if flattens_from_dim_1(node, module, called):
-            return _ChannelFlow(
-                flow.source, flow.count, "flat" if flow.axis == "channels" else flow.axis, 0, flow.operations
-            )
-        if flow.axis != "channels":
+            return flow.then(_of_function(node, called))
+        after = flow.position.after(self.graph, node)
+        if after is None:
             return None
-        if (facts.homogeneous and facts.acts_on == "channels") or called in POOLING_FUNCTIONS:
-            mean = bool(facts.linear) or "avg" in called
-            keeps = not mean or called.startswith("adaptive") or not _sums(node, module)
-            return _then(flow, Operation(_same, homogeneous=True, linear=mean, keeps_constants=keeps))
-        if called == "mean" and averages_positions(node, flow.spatial):
-            after = _then(flow, Operation(_same, homogeneous=True, linear=True))
-            keepdim = node.kwargs.get("keepdim")
-            return after if keepdim else _ChannelFlow(flow.source, flow.count, "features", 0, after.operations)
-        return None
+        flow = replace(flow, position=after)
+        if flattens_from_dim_1(node, module, called):
+            return flow
+        mean = bool(facts.linear) or "avg" in called or called == "mean"
+        keeps = not mean or called.startswith(("adaptive", "mean")) or not _sums(node, module)
+        return flow.then(Operation(_same, homogeneous=True, linear=mean, keeps_constants=keeps))
 
     def _after_norm(self, node: fx.Node, module: nn.Module, flow: _ChannelFlow) -> _ChannelFlow | None:
         why_not, dims = self.graph.facts(node).why_not_affine, self.graph.dims_of(node)
         if why_not is None or why_not(module) is not None or self.graph.why_pinned(str(node.target), module):
             return None
-        if flow.axis == "flat" or dims is None or (flow.axis == "features" and dims > 2):
+        axis = flow.position.axis
+        if axis == "flat" or dims is None or (axis == "features" and dims > 2):
             return None  # the channels of the norm are not those of the layer
         scale, shift = (value.detach().cpu() for value in affine_map(module))
-        made = Operation(lambda k: scale * k + shift, norm=module, scale=scale, shift=shift)
-        after = _then(flow, made)
+        after = flow.then(Operation(lambda k: scale * k + shift, norm=module, scale=scale, shift=shift))
         for part in tail_of(module):
             each = _on_entries(part)
             if each is None:
                 return None
-            after = _then(after, each)
+            after = after.then(each)
         return after
-
-
-def _then(flow: _ChannelFlow, operation: Operation) -> _ChannelFlow:
-    return _ChannelFlow(flow.source, flow.count, flow.axis, flow.spatial, (*flow.operations, operation))
 
 
 def _same(constants: Tensor) -> Tensor:

@@ -26,9 +26,15 @@ from gonio.surgery.facts import facts_of
 
 # Relative deviations of outputs that are rounding, by dtype: a few operations more than the same ones.
 SAME_OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5}
+SAME_FUNCTION = {torch.float64: 1e-9, torch.float32: 1e-3}  # where an edit computes with other numbers
 
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 _MOST_ENTRIES = 2**22  # of an input that is tried
+
+
+def or_coarser(allowed: Mapping[torch.dtype, float], eps: float) -> dict[torch.dtype, float]:
+    """At least 64 times the rounding of a coarser type in which the model computes, as norms in float32 do."""
+    return {dtype: max(each, min(64 * eps, 0.1)) for dtype, each in allowed.items()}
 
 
 @dataclass(frozen=True)

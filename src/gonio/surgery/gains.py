@@ -18,7 +18,7 @@ from gonio.execution import derivatives
 from gonio.geometry.views import why_not_dense
 from gonio.seeding import generator
 from gonio.surgery.logits import facts_of_norm
-from gonio.surgery.recording import Call, Normed, Recording, record
+from gonio.surgery.recording import Call, Normed, Recording, noise_like, record
 from gonio.surgery.symmetries import Confirmed, TwinTrial, confirmed
 
 _MOST = 3  # exponent of the powers of two of a trial
@@ -196,7 +196,7 @@ def _reads(run: Recording, normed: Sequence[Normed]) -> list[_Read]:
     for call, x in [*given, *((call, call.x) for call in run.calls)]:
         if not x.requires_grad or not normed:
             continue
-        noise = torch.randn(x.shape, generator=generator(2, "gains")).to(x)
+        noise = noise_like(x, "gains", 2)
         seen = [each.out for each in normed]
         gradients = derivatives(x, seen, noise, retain_graph=True, allow_unused=True)
         parts = {

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gonio.execution import derivatives
-from gonio.seeding import generator
 from gonio.surgery.blocks import Logits, Normalized
 from gonio.surgery.products import MASKED, Product
-from gonio.surgery.recording import Call, Normed, Part, Recording, without_hooks
+from gonio.surgery.recording import Call, Normed, Part, Recording, noise_like, same, without_hooks
 
 _EQUAL = 1e-4  # relative; of lengths and of what a norm computes, in the model's own dtype
 _ALIKE = 0.02  # relative; of what a norm computes, in any dtype
@@ -92,14 +91,14 @@ def _scale(product: Product) -> float | None:
     if not logits.requires_grad or logits.numel() != query.shape[:-1].numel() * key.shape[-2]:
         return None
     seen = (logits > MASKED) & logits.isfinite()
-    noise = torch.randn(logits.shape, generator=generator(0, "logits")).to(logits) * seen
+    noise = noise_like(logits, "logits") * seen
     found: Tensor | None = derivatives(logits, [query], noise, retain_graph=True, allow_unused=True)[0]
     if found is None:
         return None
     found = found.double()  # the two may have other dtypes than the logits
     expected = noise.double().reshape(*query.shape[:-1], key.shape[-2]) @ key.detach().double()
     scale = float((found * expected).sum() / expected.square().sum())
-    return _rounded(scale) if _equal(found, scale * expected) else None
+    return _rounded(scale) if same(found, scale * expected, _EQUAL) else None
 
 
 def _turned(query: Sequence[frozenset[int]] | None, key: Sequence[frozenset[int]] | None) -> tuple[int, ...] | None:
@@ -167,10 +166,6 @@ def _depends(out: Tensor, on: Tensor) -> bool:
     return found is not None and bool((found != 0).any())
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).abs().max() <= _EQUAL * b.abs().max())
-
-
 def _normalized(model: nn.Module, norm: Normed, factor: float, *, after: bool) -> Normalized | None:
     """What a norm computes on large inputs; None where it is neither of the two kinds."""
     count = norm.x.shape[-1]
@@ -196,14 +191,14 @@ def _normalized(model: nn.Module, norm: Normed, factor: float, *, after: bool) -
 
 
 def _kind(module: nn.Module, like: Tensor, values: Mapping[str, float]) -> Literal["rms", "layer"] | None:
-    x = _LARGE * torch.randn(like.shape, generator=generator(1, "logits")).to(like)
+    x = _LARGE * noise_like(like, "logits", 1)
     own = {n: torch.full_like(module._parameters[n], value) for n, value in values.items()}  # type: ignore[arg-type]
     with torch.no_grad():
         out = torch.func.functional_call(without_hooks(module).eval(), own, (x,))
     centred = x - x.mean(-1, keepdim=True)
     kinds: dict[Literal["rms", "layer"], Tensor] = {"rms": x, "layer": centred}
     for kind, each in kinds.items():
-        if _equal(out, each / each.square().mean(-1, keepdim=True).sqrt()):
+        if same(out, each / each.square().mean(-1, keepdim=True).sqrt(), _EQUAL):
             return kind
     return None
 

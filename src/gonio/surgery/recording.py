@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.messages import say
-from gonio.seeding import state_kept
+from gonio.seeding import generator, state_kept
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call, fitting
 from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tensors_of
@@ -445,10 +445,21 @@ def _pop(stack: list[str], *_: Any) -> None:
     stack.pop()
 
 
+def noise_like(x: Tensor, name: str, number: int = 0) -> Tensor:
+    """Normal numbers, drawn for this name and number, in the shape, dtype and device of `x`."""
+    return torch.randn(x.shape, generator=generator(number, name)).to(x)
+
+
+def same(a: Tensor, b: Tensor, share: float | None = None) -> bool:
+    """Whether two results differ by at most a share of the largest entry of `b`, by default 50 roundings."""
+    share = 50 * torch.finfo(b.dtype).eps if share is None else share
+    return float((a - b).detach().abs().max()) <= share * float(b.detach().abs().max())
+
+
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two results are equal up to rounding."""
-    a, b = a.detach().nan_to_num(), b.detach().nan_to_num()
-    return float((a - b).abs().max()) <= 100 * torch.finfo(b.dtype).eps * float(b.abs().max())
+    """Whether two results are equal up to rounding; NaN counts as 0."""
+    a, b = a.nan_to_num(), b.nan_to_num()
+    return same(a, b, 100 * torch.finfo(b.dtype).eps)
 
 
 def _mask_of(mask: Tensor | None, padding: Tensor | None, logits: Tensor) -> Tensor:

@@ -14,10 +14,8 @@ from gonio.editing.where import refuse_shards, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.messages import joined, say
 from gonio.seeding import generator
-from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction
+from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, or_coarser
 from gonio.surgery.turns import STREAM, VALUES, Turn, random_turn, turns_of
-
-_ROUNDINGS = 64  # times the rounding of a coarser type in which the model computes, as norms in float32 do
 
 
 def rotate_(
@@ -109,8 +107,7 @@ def rotate_(
             ]
             edit.changed(path, joined(done, "; "))
         edit.note_stays(found.stay)
-        coarser = min(_ROUNDINGS * found.eps, 0.1)
-        same.check_(edit, "turn", {dtype: max(each, coarser) for dtype, each in SAME_OUTPUTS.items()}, 0.1)
+        same.check_(edit, "turn", or_coarser(SAME_OUTPUTS, found.eps), 0.1)
     return edit.done()
 
 

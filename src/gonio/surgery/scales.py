@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, fx, nn
 
 from gonio.errors import with_article
 from gonio.messages import say
-from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, computes_plainly, facts_of, tail_of
-from gonio.surgery.graph import (
-    ELEMENTWISE_FUNCTIONS,
-    POOLING_FUNCTIONS,
-    Graph,
-    averages_positions,
-    called_function,
-    flattens_from_dim_1,
-    reads_size,
-    value_inputs,
-)
+from gonio.surgery.channels import Position, why_unread
+from gonio.surgery.facts import TORCH_NORMS, WEIGHTED, facts_of, tail_of
+from gonio.surgery.graph import ELEMENTWISE_FUNCTIONS, Graph, called_function, reads_size, value_inputs
 
 
 def scale_variables(graph: Graph) -> list[ScaleVariable]:
@@ -93,15 +85,10 @@ class ScaleVariable:
 
 @dataclass(frozen=True)
 class _Flow:
-    """The tensor of a node: its variable, and where its channels are.
-
-    `axis` is "channels" (dim 1, before `spatial` further dims), "features" (the last dim) or "flat" (dim 1
-    after flattening channels and positions, so that each channel is a run of features).
-    """
+    """The tensor of a node: its variable, and where its channels are."""
 
     variable: ScaleVariable
-    axis: str
-    spatial: int = 0
+    position: Position
 
 
 class _ScaleReader:
@@ -123,7 +110,7 @@ class _ScaleReader:
             self._read_batch_norm(node, module)
         elif called_function(node) in ("add", "iadd", "add_"):
             self._read_sum(node)
-        elif (after := self._after(node, module)) is not None:
+        elif (after := self._after(node)) is not None:
             self.flow[node] = after
         elif node.op == "output":
             self._pin_inputs(node, say("it is the model's output"))
@@ -134,24 +121,18 @@ class _ScaleReader:
 
     def _read_weighted(self, node: fx.Node, module: nn.Module) -> None:
         path = str(node.target)
-        refusal = self.graph.why_pinned(path, module)
-        if not refusal and (isinstance(module, nn.Bilinear) or not computes_plainly(module)):
-            refusal = say("{path} is {kind}", path=path, kind=with_article(type(module).__name__))
-        if refusal:
+        if refusal := why_unread(self.graph, path, module):
             self._pin_inputs(node, refusal)
             self.variables.append(ScaleVariable(0, pinned=refusal))
             return
         layer = ChannelMap(path, module)
         for flow in self._inputs(node):
             variable = self._root(flow.variable)
-            per_channel = layer.in_channels // variable.channels if flow.axis == "flat" else 1
-            readable = ("features", "flat") if isinstance(module, nn.Linear) else ("channels",)
-            if flow.axis in readable and variable.channels * per_channel == layer.in_channels:
-                variable.consumers.append((layer, per_channel))
+            if each := flow.position.features_of_each(variable.channels, module):
+                variable.consumers.append((layer, each))
             else:
                 variable.pin(say("{path} does not read its channels one by one", path=path))
-        axis = "features" if isinstance(module, nn.Linear) else "channels"
-        self.flow[node] = _Flow(self._new(layer), axis, max(module.weight.dim() - 2, 0))  # type: ignore[operator]
+        self.flow[node] = _Flow(self._new(layer), Position.made_by(module))
 
     def _read_batch_norm(self, node: fx.Node, module: nn.Module) -> None:
         path, flows = str(node.target), self._inputs(node)
@@ -160,10 +141,10 @@ class _ScaleReader:
         if not known or self.graph.why_pinned(path, module):
             return
         dims = self.graph.dims_of(node)
-        if dims is None or (dims > 2 and flows and flows[0].axis == "features"):
+        if dims is None or (dims > 2 and flows and flows[0].position.axis == "features"):
             return  # (N, C), (N, C, L) or more, or the channels are not those of the layer before
         variable = self._new(ChannelMap(path, module))
-        self.flow[node] = _Flow(variable, "features" if dims == 2 else "channels", dims - 2)
+        self.flow[node] = _Flow(variable, Position("features" if dims == 2 else "channels", dims - 2))
         for part in tail_of(module):
             facts = facts_of(part)
             if not facts.homogeneous or facts.acts_on != "entries":
@@ -176,7 +157,7 @@ class _ScaleReader:
             self._pin_inputs(node, say("it is added to a tensor of fixed scale ({node})", node=node.name))
             return
         a, b = self._root(known[0].variable), self._root(known[1].variable)
-        if a.channels != b.channels or (known[0].axis, known[0].spatial) != (known[1].axis, known[1].spatial):
+        if a.channels != b.channels or known[0].position != known[1].position:
             self._pin_inputs(node, say("it is added to a tensor of another shape ({node})", node=node.name))
             return
         if a is not b:
@@ -184,23 +165,18 @@ class _ScaleReader:
             a.consumers += b.consumers
             a.pinned = a.pinned or b.pinned
             self.merged[b] = a
-        self.flow[node] = _Flow(a, known[0].axis, known[0].spatial)
+        self.flow[node] = _Flow(a, known[0].position)
 
-    def _after(self, node: fx.Node, module: nn.Module | None) -> _Flow | None:
+    def _after(self, node: fx.Node) -> _Flow | None:
         """The flow after a positively homogeneous operation; None for any other."""
         flows = self._inputs(node)
         if len(value_inputs(node)) != 1 or not flows:
             return None
-        flow, called, facts = flows[0], called_function(node), self.graph.facts(node)
-        if (facts.homogeneous and facts.acts_on == "entries") or called in ELEMENTWISE_FUNCTIONS:
+        flow, facts = flows[0], self.graph.facts(node)
+        if (facts.homogeneous and facts.acts_on == "entries") or called_function(node) in ELEMENTWISE_FUNCTIONS:
             return flow
-        if (facts.homogeneous and facts.acts_on == "channels") or called in POOLING_FUNCTIONS:
-            return flow if flow.axis == "channels" else None
-        if flattens_from_dim_1(node, module, called):
-            return _Flow(flow.variable, "flat") if flow.axis == "channels" else flow
-        if called == "mean" and flow.axis == "channels" and averages_positions(node, flow.spatial):
-            return flow if node.kwargs.get("keepdim") else _Flow(flow.variable, "features")
-        return None
+        after = flow.position.after(self.graph, node)
+        return None if after is None else replace(flow, position=after)
 
     def _inputs(self, node: fx.Node) -> list[_Flow]:
         return [self.flow[source] for source in node.all_input_nodes if source in self.flow]

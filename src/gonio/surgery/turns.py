@@ -19,7 +19,7 @@ from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.gains import not_run
-from gonio.surgery.recording import Call, Normed, Part, Recording, record
+from gonio.surgery.recording import Call, Normed, Part, Recording, noise_like, record
 from gonio.surgery.symmetries import Confirmed, OfBlocks, Symmetry, TwinTrial, confirmed, of_values
 
 VALUES, STREAM = "values", "stream"
@@ -325,7 +325,7 @@ class _Spaces:
         """The leaves on which a tensor depends, with the gradients of a random sum."""
         if not x.requires_grad or not self.leaves:
             return {}
-        noise = _noise(x) if noise is None else noise
+        noise = noise_like(x, "turns", 2) if noise is None else noise
         outs = [leaf.out for leaf in self.leaves]
         try:
             gradients = derivatives(x, outs, noise, retain_graph=True, allow_unused=True)
@@ -341,7 +341,7 @@ class _Spaces:
         self, x: Tensor, channel: int, name: str, *, reader: Call | None = None, norm: Normed | None = None
     ) -> None:
         """Join what is only added up in a tensor, with the layer or norm that reads it; others stay as they are."""
-        noise, size = _noise(x), x.shape[channel]
+        noise, size = noise_like(x, "turns", 2), x.shape[channel]
         sources = self._sources(x, noise)
         if any(each.is_complex() for each in (x, *(leaf.out for leaf in sources))):
             for leaf in sources:
@@ -404,14 +404,10 @@ class _Spaces:
         """The first of the tensors with which a layer reads the results of all of these norms; empty for none."""
         outs = [normed.out for normed in self.run.gained if normed.path in norms]
         for call in [call for call in self.run.calls if call.tensor in tensors and call.x.requires_grad]:
-            found = derivatives(call.x, outs, _noise(call.x), retain_graph=True, allow_unused=True)
+            found = derivatives(call.x, outs, noise_like(call.x, "turns", 2), retain_graph=True, allow_unused=True)
             if all(g is not None and bool((g != 0).any()) for g in found):
                 return call.tensor
         return ""
-
-
-def _noise(x: Tensor) -> Tensor:
-    return torch.randn(x.shape, generator=generator(2, "turns")).to(x)
 
 
 def _reaches(gradient: Tensor | None, dim: int, hidden: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import html_table
-from gonio.lab.judging.statistics import WORDS, Evidence, contrasts, correlation, improvement, judge, paired_t
+from gonio.lab.judging.statistics import WORDS, Evidence, contrasts, correlation, improvement, judge, paired_t, signed
 from gonio.lab.plan import ATTACKS, RecipeEntry, StudyPlan
 from gonio.lab.record import RunRecord
 from gonio.messages import counted
@@ -231,8 +231,8 @@ class Results:
     def _repr_html_(self) -> str:
         unit = f" [{self.plan.unit}]" if self.plan.unit else ""
         rows = [
-            (effect.recipe, *(_shown(value) for value in (effect.mean, effect.low, effect.high)), effect.verdict)
-            for effect in self.effects
+            (e.recipe, *("" if v is None else signed(v) for v in (e.mean, e.low, e.high)), e.verdict)
+            for e in self.effects
         ]
         return html_table(
             f"{self.plan.task}, {self.plan.model}",
@@ -245,10 +245,6 @@ class Results:
     def failed(self) -> int:
         """Number of runs that have no result: an exception, or a process that died. Diverged runs have one."""
         return sum(run.status == "failed" for run in self.runs)
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:+.3g}".replace("-", "−")
 
 
 # --- from stored runs to results ------------------------------------------------------------------------

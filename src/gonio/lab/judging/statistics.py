@@ -450,9 +450,13 @@ def _remedy(seen: Evidence, size: int) -> list[Message]:
     return [say("More than {n} seeds would be needed.", n=_MOST_SEEDS)]
 
 
+def signed(value: float) -> str:
+    """A difference in three digits with its sign; the exponent keeps its hyphen."""
+    return f"{value:+.3g}".replace("-", "−").replace("e−", "e-")
+
+
 def _interval(low: float, high: float) -> Message:
-    texts = [f"{value:+.3g}".replace("-", "−").replace("e−", "e-") for value in (low, high)]
-    return say("{low} to {high}", low=texts[0], high=texts[1])
+    return say("{low} to {high}", low=signed(low), high=signed(high))
 
 
 def _p_text(seen: Evidence) -> Message:

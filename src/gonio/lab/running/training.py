@@ -132,7 +132,7 @@ def fit(
     task = task.on(device_of(model))
     step = TrainingStep(model, task, training, penalty, hold=hold)
     average = Average(model, training.ema)
-    schedule = make_schedule(step.optimizer, training, _steps(task, training))
+    schedule = make_schedule(step.optimizer, training, steps_of(task, training))
     done = Fit()
     for epoch in range(training.epochs):
         model.train()
@@ -329,7 +329,7 @@ def _smallest(training: TrainingConfig | None) -> int:
     return 2 * training.accumulate if training else 2
 
 
-def _steps(task: Task, training: TrainingConfig) -> int:
+def steps_of(task: Task, training: TrainingConfig) -> int:
     """Batches of one epoch."""
     return task.train.steps(training.batch_size, smallest=min(_smallest(training), training.batch_size))
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, write_text
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data, recorded
 from gonio.lab.claims.claim import Claim
-from gonio.lab.judging.statistics import points, sized
+from gonio.lab.judging.statistics import points, signed, sized
 from gonio.lab.record import ANGLE_EDGES
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
@@ -200,7 +200,7 @@ def effect_text(found: ClaimResult) -> Message:
     if max(abs(seen.mean), abs(seen.low), abs(seen.high)) < _ROUNDING:
         margin = f"{_ROUNDING:g}".replace("e-09", "e-9")
         return say("{effect} (within ±{margin})", effect=sized("0", unit), margin=margin)
-    mean, low, high = (f"{v:+.3g}".replace("-", "−").replace("e−", "e-") for v in (seen.mean, seen.low, seen.high))
+    mean, low, high = map(signed, (seen.mean, seen.low, seen.high))
     return say("{effect} ({low} to {high})", effect=sized(mean, unit), low=low, high=high)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.escaping import csv_table, markdown_cell, redact, tex_cell
+from gonio.escaping import csv_table, json_data, markdown_cell, redact, tex_cell
 from gonio.lab.judging.multi_task import PROFILE, Across, across
 from gonio.lab.judging.results import Ratio, Results, Robust
 from gonio.lab.showing.tables import ATTACKS, Scale, headline, partial, tables
@@ -36,17 +35,7 @@ def to_json(results: Results) -> str:
 
 
 def _json_text(content: Any) -> str:
-    return json.dumps(_safe(content), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-
-
-def _safe(value: Any) -> Any:
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _safe(item) for key, item in value.items()}
-    return [_safe(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return json.dumps(json_data(content, redact), ensure_ascii=False, allow_nan=False, indent=1) + "\n"
 
 
 COLUMNS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from gonio.errors import NotApplicableError
-from gonio.execution import device_of
 from gonio.lab.tasks.task import Task
+from gonio.lab.treating.retrain import mean_loss
 from gonio.surgery import shrink_change_
 
 FACTORS = tuple(2.0**-octave for octave in range(11))
@@ -42,14 +41,10 @@ def best_scale(model: nn.Module, base: Any, task: Task, paths: list[str]) -> dic
 def _loss(model: nn.Module, base: Any, task: Task, scope: Mapping[str, Any], factor: float) -> float:
     paths = scope.get("where")
     edited = shrink_change_(model, base, where=None if paths is None else lambda path, _: path in paths, factor=factor)
-    training, device = model.training, device_of(model)
+    training = model.training
     try:
         model.eval()
-        total = 0.0
-        for inputs, targets in islice(task.train.in_order(_BATCH), _MEASURED):
-            loss = task.loss(task.outputs(model, inputs.to(device)), targets.to(device))
-            total += float(loss) * len(targets)
-        return total if math.isfinite(total) else math.inf
+        return mean_loss(model, task, islice(task.train.in_order(_BATCH), _MEASURED))
     finally:
         model.train(training)
         edited.undo_()

@@ -23,10 +23,9 @@ from gonio.measuring import Finding
 from gonio.messages import fixed, said_by, say
 from gonio.recipes import BASELINE
 from gonio.surgery import equivalent, generated_example
-from gonio.surgery.equivalent import fitting, outputs
+from gonio.surgery.equivalent import SAME_FUNCTION, fitting, outputs
 
-SAME = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative deviations that count as the same function
-_OTHERWISE = 5e-2  # of dtypes with less precision
+_OTHERWISE = 5e-2  # relative deviation that counts as the same function, of dtypes with less precision
 BLOCKS, LEAST = (
     20,
     8,
@@ -44,7 +43,7 @@ def same_function(before: nn.Module, after: nn.Module, example: Any) -> tuple[bo
     except GonioError as error:
         return None, say("the outputs could not be compared: {error}", error=said_by(error))
     dtypes = [p.dtype for p in after.parameters() if p.is_floating_point()]
-    allowed = max((SAME.get(dtype, _OTHERWISE) for dtype in dtypes), default=SAME[torch.float32])
+    allowed = max((SAME_FUNCTION.get(dtype, _OTHERWISE) for dtype in dtypes), default=SAME_FUNCTION[torch.float32])
     return moved.relative <= allowed, say(
         "outputs before and after: largest deviation {absolute:.3g} ({relative:.3g} relative)", **vars(moved)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,10 +18,11 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import copy_of
 from gonio.editing.where import Site, Where, left_out, refuse_shards, select
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
+from gonio.execution import device_of
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.lab.plan import TrainingConfig
-from gonio.lab.running.training import TrainingStep, batches, evaluate, make_schedule
-from gonio.lab.tasks.task import Split, Task, seeded
+from gonio.lab.running.training import TrainingStep, batches, evaluate, make_schedule, steps_of
+from gonio.lab.tasks.task import Batch, Split, Task, seeded
 from gonio.messages import say
 from gonio.seeding import derive_seed
 from gonio.surgery import init_, match_statistics_
@@ -173,15 +174,15 @@ def _trained(model: nn.Module, paths: list[str], task: Task, training: TrainingC
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in own)
     step = TrainingStep(model, task, training)
-    steps = task.train.steps(training.batch_size, smallest=min(2, training.batch_size))
-    schedule = make_schedule(step.optimizer, training, steps)
+    schedule = make_schedule(step.optimizer, training, steps_of(task, training))
     with torch.enable_grad(), seeded(derive_seed(seed, "retrain")):
         for epoch in range(training.epochs):
             for batch in batches(task, training.batch_size, seed=seed, epoch=epoch, training=training):
                 if not math.isfinite(step(*batch)[1]):
                     return math.inf
                 schedule.step()
-        return _loss(model, task, training, seed)
+        last = batches(task, training.batch_size, seed=seed, epoch=training.epochs, training=training)
+        return mean_loss(model, task, last)
 
 
 def _score(model: nn.Module, task: Task) -> float | None:
@@ -191,10 +192,11 @@ def _score(model: nn.Module, task: Task) -> float | None:
 
 
 @torch.no_grad()
-def _loss(model: nn.Module, task: Task, training: TrainingConfig, seed: int) -> float:
-    device = next(model.parameters()).device
+def mean_loss(model: nn.Module, task: Task, examples: Iterable[Batch]) -> float:
+    """The mean loss on batches of examples; infinite if it is not finite."""
+    device = device_of(model)
     total, count = 0.0, 0
-    for inputs, targets in batches(task, training.batch_size, seed=seed, epoch=training.epochs, training=training):
+    for inputs, targets in examples:
         loss: Tensor = task.loss(task.outputs(model, inputs.to(device)), targets.to(device))
         total, count = total + float(loss) * len(targets), count + len(targets)
     return total / count if math.isfinite(total) else math.inf

@@ -9,11 +9,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
@@ -24,10 +22,10 @@ from gonio.measuring.checking.rules import among_others, checked
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
-from gonio.measuring.findings.rules import LEVELS, RULES, Finding, worst_first
+from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.absent import without_values
-from gonio.measuring.reading.adapters import MARKS, Adapter, adapters_in, faults_of
+from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
@@ -152,7 +150,7 @@ class CheckResult(Table[TensorCheck]):
 
     def at_least(self, level: Level) -> bool:
         """Whether there is a finding of this level or above."""
-        return any(LEVELS.index(finding.level) >= LEVELS.index(level) for finding in self.findings)
+        return bool(at_least(self.findings, level))
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -315,11 +313,9 @@ def _adapters(held: Inventory) -> tuple[list[Adapter], Mapping[str, Any]]:
     folder = _folder(held)
     beside = {} if folder is None else small_json(folder / "adapter_config.json")
     about, config = configured(beside, held.metadata, own)
-    if config is None or not any(mark in f".{name}" for name in own for mark in MARKS):
+    if config is None or not may_hold_adapters(own):
         return [], {}
-    stored = {
-        name: StoredTensor(place.shape, place.dtype, partial(torch.zeros, place.shape)) for name, place in own.items()
-    }
+    stored = {name: StoredTensor.unread(place.shape, place.dtype) for name, place in own.items()}
     return adapters_in(stored, config), about
 
 
@@ -327,9 +323,7 @@ def _without_scale(tensors: Sequence[TensorCheck]) -> Iterator[Problem]:
     """The 8-bit weights that lack the scale that others of the file have."""
     own = {t.name: t for t in tensors if not (t.beside or t.reason)}
     suspects = [name for name, t in own.items() if t.dtype.startswith("float8") and len(t.shape) > 1]
-    stored = {
-        name: StoredTensor(t.shape, t.dtype, partial(torch.zeros, t.shape)) for name, t in own.items() if suspects
-    }
+    stored = {name: StoredTensor.unread(t.shape, t.dtype) for name, t in own.items() if suspects}
     for weight in stored_weights(suspects, stored, {}):
         t = own[weight.parts[0]]
         if weight.kind == BARE and (lost := lost_scale(t.dtype, t.largest or 0.0)):
@@ -439,8 +433,7 @@ def check_before_save(
     if action not in ("raise", "warn"):
         raise InvalidArgumentError("check_before_save(action=) takes raise or warn", f"{action!r}", "Pass one of them.")
     found = check(state)
-    if found.at_least(fail_on):
-        bad = [f for f in found.findings if LEVELS.index(f.level) >= LEVELS.index(fail_on)]
+    if bad := at_least(found.findings, fail_on):
         said = listing([f"{f.code} in {plain(f.path, longest=200)}: {f.found}" for f in bad], limit=3)
         if action == "raise":
             raise UnsoundStateError(redact(said))

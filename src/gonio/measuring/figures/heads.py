@@ -14,7 +14,7 @@ from gonio.errors import GonioError, first_line, listing
 from gonio.execution import is_sharded
 from gonio.geometry.attention import largest_product
 from gonio.geometry.views import why_not_dense
-from gonio.measuring.figures.attention import HeadLogits, logits_on
+from gonio.measuring.figures.attention import logits_on
 from gonio.messages import say
 from gonio.surgery import Anatomy, Attention, Part, anatomy
 from gonio.surgery.blocks import Normalized
@@ -37,7 +37,7 @@ class HeadMeasurement:
         logit_bound: an upper bound of the absolute logits of the head on any input, by
             :func:`gonio.geometry.logit_bound`, without biases of positions that are added; None where the queries and
             keys are not computed from the results of known norms.
-        largest_logit, entropy, entropy_share, one_token: on a batch, as :class:`HeadLogits` says; None without one, and
+        largest_logit, entropy, entropy_share, one_token: on a batch, as ``HeadLogits`` says; None without one, and
             where the logits could not be read.
         query, key, value: the Frobenius norms of the rows that compute them, and `output` that of the columns that
             read the head. Rows of keys that all heads share are in the key of each.
@@ -55,11 +55,6 @@ class HeadMeasurement:
     entropy: float | None = None
     entropy_share: float | None = None
     one_token: float | None = None
-
-    @property
-    def logits(self) -> HeadLogits:
-        """What the head attends to on the batch."""
-        return HeadLogits(self.path, self.head, **{name: getattr(self, name) for name in ON_BATCH})
 
 
 ON_BATCH = ("largest_logit", "entropy", "entropy_share", "one_token")

@@ -46,6 +46,7 @@ from gonio.measuring.reading.entry import (
     numbers_of,
     why_no_filters,
 )
+from gonio.measuring.showing.table import Column
 from gonio.messages import counted, fixed, say
 from gonio.plots import angles, spectrum
 
@@ -65,34 +66,20 @@ POSITIONS = 1 << 14  # rows up to which a table may be one of positions
 STACK = 1 << 19  # entries of such tensors measured at once: 4 MiB in float64
 
 
-@dataclass(frozen=True)
-class Shown:
-    """How tables show a figure: its heading, its meaning, its width in characters.
-
-    Attributes:
-        form: of the figure, or of the figure and its value for random weights; "" for a number of three digits.
-        spectral: whether a page shows it in the table of spectra.
-        requested: whether it is measured on request: tables without such a figure have no such column.
-    """
-
-    title: str
-    explanation: str
-    width: int = 6
-    form: str = ""
-    spectral: bool = False
-    requested: bool = False
-
-
-def figure(*shown: Any, tracked: bool = False, **options: Any) -> Any:
+def figure(
+    title: str = "", explanation: str = "", width: int = 6, form: str = "", *, tracked: bool = False, **options: Any
+) -> Any:
     """A field of a measurement that is None where it does not apply: the one place that declares a figure.
 
     Tables, pages and exports follow from it. A rule on it stands in `findings/rules.py`, its text in `rules.yaml`.
 
     Args:
-        shown, options: of :class:`Shown`, for a figure with a column of its own.
+        title, explanation, width, options: of its :class:`Column`, for a figure that has one.
+        form: of the figure, or of the figure and its value for random weights; "" for a number of three digits.
         tracked: whether :class:`gonio.Tracker` logs it.
     """
-    return field(default=None, metadata={"shown": Shown(*shown, **options) if shown else None, "tracked": tracked})
+    column: Column[TensorMeasurement] | None = Column("", title, explanation, width, **options) if title else None
+    return field(default=None, metadata={"column": column, "form": form, "tracked": tracked})
 
 
 def rounding(title: str, scales: str) -> Any:

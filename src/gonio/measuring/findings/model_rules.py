@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import isfinite, prod, sqrt
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import listing
 from gonio.measuring.figures.attention import ONE_TOKEN, HeadLogits
+from gonio.measuring.figures.heads import HeadMeasurement
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import TensorMeasurement
@@ -30,7 +32,9 @@ from gonio.messages import counted, say
 
 
 def findings_of(
-    tensors: Sequence[TensorMeasurement], facts: ModelFacts | None = None, heads: Iterable[HeadLogits] = ()
+    tensors: Sequence[TensorMeasurement],
+    facts: ModelFacts | None = None,
+    heads: Iterable[HeadLogits | HeadMeasurement] = (),
 ) -> tuple[Finding, ...]:
     """All findings: errors first, then warnings, in the order of the tensors; those on the whole model last."""
     judged = [t for t in tensors if t.frobenius is not None and t.kind != LOW_RANK]
@@ -310,19 +314,20 @@ def _is_zero(gain: torch.Tensor | None) -> bool:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 LARGE = 100.0  # a logit; the usual limit of QK-Clip
+_Head = TypeVar("_Head", bound=HeadLogits | HeadMeasurement)
 COLLAPSED = 0.9  # of the queries of a head that attends to one token
 
 
-def by_attention(heads: Iterable[HeadLogits]) -> dict[str, list[HeadLogits]]:
+def by_attention(heads: Iterable[_Head]) -> dict[str, list[_Head]]:
     """The heads of each attention, by its path."""
-    found: dict[str, list[HeadLogits]] = {}
+    found: dict[str, list[_Head]] = {}
     for head in heads:
         found.setdefault(head.path, []).append(head)
     return found
 
 
 @rule("G413", HEAD_RULES)
-def _large_logits(heads: Sequence[HeadLogits]) -> str | None:
+def _large_logits(heads: Sequence[HeadLogits | HeadMeasurement]) -> str | None:
     large = [(head.largest_logit, head.head) for head in heads if (head.largest_logit or 0.0) > LARGE]
     if not large:
         return None
@@ -333,7 +338,7 @@ def _large_logits(heads: Sequence[HeadLogits]) -> str | None:
 
 
 @rule("G414", HEAD_RULES)
-def _one_token(heads: Sequence[HeadLogits]) -> str | None:
+def _one_token(heads: Sequence[HeadLogits | HeadMeasurement]) -> str | None:
     single = one_token_heads(heads)
     if 2 * single <= len(heads):
         return None
@@ -347,6 +352,6 @@ def _one_token(heads: Sequence[HeadLogits]) -> str | None:
     )
 
 
-def one_token_heads(heads: Iterable[HeadLogits]) -> int:
+def one_token_heads(heads: Iterable[HeadLogits | HeadMeasurement]) -> int:
     """How many heads attend to one token."""
     return sum(head.one_token is not None and head.one_token >= COLLAPSED for head in heads)

@@ -22,6 +22,7 @@ from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR, ROUNDING
 from gonio.measuring.figures.attention import HeadLogits
+from gonio.measuring.figures.heads import HeadMeasurement
 from gonio.measuring.figures.structure import ModelFacts
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.remedies import Prescription, success_rate
@@ -147,7 +148,7 @@ class FindingRule(Generic[Subject]):
 
 WEIGHT_RULES: dict[str, FindingRule[TensorMeasurement]] = {}
 SIBLING_RULES: dict[str, FindingRule[AmongSiblings]] = {}
-HEAD_RULES: dict[str, FindingRule[Sequence[HeadLogits]]] = {}  # of one attention
+HEAD_RULES: dict[str, FindingRule[Sequence[HeadLogits | HeadMeasurement]]] = {}  # of one attention
 ADVICE: dict[str, FindingRule[ModelFacts]] = {}
 RULES: dict[str, FindingRule[Any]] = {}  # on all subjects, those of other files too
 
@@ -174,6 +175,11 @@ def findings_by(rules: Mapping[str, FindingRule[Subject]], subjects: Iterable[tu
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Errors, then warnings, then remarks, each in the given order."""
     return tuple(sorted(findings, key=lambda finding: -LEVELS.index(finding.level)))
+
+
+def at_least(findings: Iterable[Finding], level: str) -> list[Finding]:
+    """Those of this level or above."""
+    return [finding for finding in findings if LEVELS.index(finding.level) >= LEVELS.index(level)]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry, wrong_size
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
 from gonio.measuring.reading.safetensors_files import damaged
@@ -204,7 +204,7 @@ def _piece_wrong(folder: _Folder, name: str, piece: _Piece, info: Record, width:
     if piece.end > size:
         yield "", folder.cut.add(plain(piece.file), size, piece.end, name)
     elif piece.length < wanted:
-        yield "G704", f"{piece.length} bytes are stored for {prod(piece.sizes)} entries, which take {wanted}"
+        yield "G704", wrong_size(piece.length, prod(piece.sizes), wanted)
     elif transforms := info.state.get("transform_descriptors"):
         yield "", f"its bytes are transformed ({plain(str(transforms), longest=80)}), which is not read"
 

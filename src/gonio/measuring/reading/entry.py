@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, prod
 from typing import Any, Literal
 
@@ -144,10 +145,21 @@ class StoredTensor:
         """A tensor in memory, or one that `load` reads again."""
         return cls(*header_of(tensor), load or (lambda: tensor))
 
+    @classmethod
+    def unread(cls, shape: Sequence[int], dtype: str) -> StoredTensor:
+        """One of which only the header is known; its values read as 0."""
+        return cls(tuple(shape), dtype, partial(torch.zeros, tuple(shape)))
+
     def entry(
         self, name: str, kind: str, layout: Layout | None, reason: str = "", notes: tuple[str, ...] = ()
     ) -> TensorEntry:
         return TensorEntry(name, kind, layout, self.load, reason, notes, self.shape, self.dtype)
+
+
+def wrong_size(held: int, entries: int, size: int) -> Message:
+    """Why the bytes that are stored are not the values of a tensor."""
+    told = {"held": held, "entries": entries, "size": size}
+    return say("{held} bytes are stored for {entries} entries, which take {size}", **told)
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.entry import Axes, StoredTensor, TensorEntry, dtype_named, wrong_size
 from gonio.measuring.reading.safetensors_files import damaged, read_tensor
 from gonio.measuring.reading.state_dicts import Opened, Problem
 
@@ -87,7 +87,7 @@ def open_flax(path: Path) -> Opened:
         if dtype is None:
             said = f"torch has no dtype for {plain(array.dtype, longest=40)}"
         elif size != array.size:
-            said = f"{array.size} bytes are stored for {prod(array.shape)} entries, which take {size}"
+            said = wrong_size(array.size, prod(array.shape), size)
             problems.append(Problem("G704", name, said))
         if said:
             others.append(TensorEntry(name, "", None, None, said, shape=array.shape, dtype=array.dtype))

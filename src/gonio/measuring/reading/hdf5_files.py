@@ -26,7 +26,7 @@ from torch import Tensor
 from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, TensorEntry, dtype_named, wrong_size
 from gonio.measuring.reading.pickles import FilePart, record_start
 from gonio.measuring.reading.safetensors_files import damaged
 from gonio.measuring.reading.state_dicts import Opened, Problem
@@ -182,7 +182,7 @@ def _refusal(held: Any, shape: tuple[int, ...], dtype: str, whole: int) -> tuple
     if held_size > whole:
         return "G704", f"{held_size} bytes are stored for it, of a file of {whole}"
     if size > held_size * (_LARGEST_RATIO if filters else 1):
-        return "G704", f"{held_size} bytes are stored for {prod(shape)} entries, which take {size}"
+        return "G704", wrong_size(held_size, prod(shape), size)
     if held.chunks and prod(held.chunks) * held.dtype.itemsize > max(_LARGEST_CHUNK, 2 * size):
         return "G704", f"its chunks have {prod(held.chunks)} entries, more than the dataset"
     return "", ""

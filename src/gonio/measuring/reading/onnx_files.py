@@ -23,7 +23,7 @@ from torch import Tensor
 from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named
+from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named, wrong_size
 from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
 from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
 from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
@@ -90,24 +90,16 @@ class _Reader:
         if kind == "UNDEFINED" or any(n < 0 for n in shape) or tensor.HasField("segment"):
             said = f"its type is {kind} and its shape {list(shape)}"
         elif known is None:
-            reason = "texts are no numbers" if kind == "STRING" else f"its dtype {dtype} is not read"
-            self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
-            return
+            code, said = "", "texts are no numbers" if kind == "STRING" else f"its dtype {dtype} is not read"
         elif tensor.data_location == self.onnx.TensorProto.EXTERNAL:
             code, said, load, file = self._external(name, tensor, shape, known)
-            if code == "G702":
-                self.problems.append(Problem(code, name, said))
-                self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
-                return
         else:
             said, load = self._inside(tensor, shape, known)
             if not said and prod(shape) == 1 and known.is_floating_point and _is_infinite(load):
                 # where the search for a largest or smallest number begins
-                reason = "a single infinite number, a constant of the graph"
-                self.others.append(TensorEntry(name, "", None, None, reason, shape=shape, dtype=dtype))
-                return
+                code, said = "", "a single infinite number, a constant of the graph"
         if said or load is None:
-            self.problems += [Problem("G704", name, said)] if code else []
+            self.problems += [Problem(code, name, said)] if code else []
             self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
         else:
             self.stored[name] = StoredTensor(shape, dtype, load, file=file, axes=self._axes(name, shape))
@@ -116,7 +108,7 @@ class _Reader:
         size, entries = prod(shape) * dtype.itemsize, prod(shape)
         if tensor.HasField("raw_data"):
             held = len(tensor.raw_data)
-            said = "" if held == size else f"{held} bytes are stored for {entries} entries, which take {size}"
+            said = "" if held == size else wrong_size(held, entries, size)
             return said, partial(_from_bytes, tensor, dtype, shape)
         name, times = _FIELDS.get(str(dtype).removeprefix("torch."), ("int32_data", 1))
         held = len(getattr(tensor, name))
@@ -144,7 +136,7 @@ class _Reader:
         begin, held = int(offset), file.stat().st_size
         self.ranges.setdefault(file, {}).setdefault((begin, begin + size), name)
         if int(length) != size:
-            return "G704", f"{int(length)} bytes are stored for {prod(shape)} entries, which take {size}", None, ""
+            return "G704", wrong_size(int(length), prod(shape), size), None, ""
         if begin + size > held:
             return "", self.cut.add(plain(file.name), held, begin + size, name), None, ""
         said = str(dtype).removeprefix("torch.")

@@ -111,13 +111,6 @@ def optimizers_in(content: Any, leaf: Leaf) -> list[Raw]:
     return list(_found(content, (), leaf, _LEVELS, set()))
 
 
-def no_states(places: Iterable[str], found: Iterable[Raw]) -> tuple[str, ...]:
-    """The places in a checkpoint that are neither the state of an optimizer nor a list of such states."""
-    states = {one.place for one in found}
-    states |= {place.rpartition(".")[0] for place in states if place.rpartition(".")[2].isdecimal()}
-    return tuple(place for place in places if place not in states)
-
-
 def in_memory(_: Path, value: Any) -> StoredTensor | None:
     """The `leaf` of contents whose tensors are at hand."""
     return value if isinstance(value, StoredTensor) else StoredTensor.of(value) if isinstance(value, Tensor) else None

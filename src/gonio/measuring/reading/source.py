@@ -22,12 +22,12 @@ from gonio.escaping import plain, redact
 from gonio.geometry import Layout
 from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import (
-    MARKS,
     Adapter,
     AdapterConfig,
     adapters_in,
     entries_of_adapters,
     faults_of,
+    may_hold_adapters,
     stated_in_header,
 )
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
@@ -56,10 +56,10 @@ from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, Stor
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.kinds import KINDS, OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, no_states, optimizers_in
+from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
-from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in, with_states
+from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.measuring.reading.universal_files import is_universal, open_universal
 from gonio.measuring.reading.zero_files import is_zero, open_zero
@@ -182,7 +182,7 @@ def configured(
     beside: Mapping[str, Any], metadata: Mapping[str, str], names: Iterable[str]
 ) -> tuple[Mapping[str, Any], AdapterConfig | None]:
     """The configuration of a file's adapters: that beside it, else that in its header; none if it has no adapters."""
-    if not beside and not any(mark in f".{name}" for name in names for mark in MARKS):
+    if not beside and not may_hold_adapters(names):
         return beside, None
     header = {} if beside else stated_in_header(metadata)
     return (header, AdapterConfig.of_header(header)) if header else (beside, AdapterConfig(beside))
@@ -328,10 +328,7 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _
             held = state_in(source, what="the mapping")
         except InvalidArgumentError as error:
             return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True)), _Beside()
-        left = no_states(held.beside, raw)
-        opened = open_state(replace(held, beside=left))
-        opened = with_states(opened, [place for place in held.beside if place not in left])
-        return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened, _Beside()
+        return open_state(held, raw), _Beside()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""

@@ -18,7 +18,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.measuring.reading.optimizers import FORM, OptimizerContents, in_memory, optimizers_in, shape_of
+from gonio.measuring.reading.optimizers import FORM, OptimizerContents, Raw, fitted, in_memory, optimizers_in, shape_of
 from gonio.messages import Message, counted, say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
@@ -305,10 +305,11 @@ def shorten_list(names: Collection[Any], form: Callable[[Any], str] = str) -> st
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
-def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Opened:
+def open_state(found: Found, raw: Sequence[Raw], read: Callable[[Any], Tensor] | None = None) -> Opened:
     """The tensors of a state dict; torch's quantised linear layers store (weight, bias) under one key.
 
     Args:
+        raw: the states of optimizers in the same checkpoint.
         read: returns the tensor of a key when it is measured; by default tensors are kept in memory.
     """
     stored: dict[str, StoredTensor] = {}
@@ -326,10 +327,13 @@ def open_state(found: Found, read: Callable[[Any], Tensor] | None = None) -> Ope
             others.append(TensorEntry(str(name), kind, None, None, f"not a tensor but {kind}"))
     notes = [say("read from {key} of the checkpoint", key=repr(plain(found.place)))] if found.place else []
     notes += _of_twins(found, {name: tensor.shape for name, tensor in stored.items()}, in_file=read is not None)
-    if found.beside:
-        beside = listing([plain(key) for key in found.beside], limit=4)
-        notes.append(say("not read: {names}, of the same checkpoint", names=beside))
-    return Opened(stored | packed, tuple(others), tuple(notes))
+    places = {one.place for one in raw}
+    places |= {place.rpartition(".")[0] for place in places if place.rpartition(".")[2].isdecimal()}  # lists of states
+    if left := [plain(place) for place in found.beside if place not in places]:
+        notes.append(say("not read: {names}, of the same checkpoint", names=listing(left, limit=4)))
+    notes += of_states([plain(place) for place in found.beside if place in places])
+    stored |= packed
+    return Opened(stored, tuple(others), tuple(notes), optimizer=fitted(raw, stored, in_order=True))
 
 
 def _of_twins(found: Found, shapes: Mapping[str, tuple[int, ...]], *, in_file: bool) -> list[Message]:
@@ -346,11 +350,6 @@ def _of_twins(found: Found, shapes: Mapping[str, tuple[int, ...]], *, in_file: b
             do=do,
         )
     ]
-
-
-def with_states(opened: Opened, places: Sequence[str]) -> Opened:
-    """What was opened, with a note on the places that hold states of optimizers, which are read as such."""
-    return replace(opened, notes=(*opened.notes, *of_states([plain(place) for place in places])))
 
 
 def of_states(names: Sequence[str]) -> list[Message]:

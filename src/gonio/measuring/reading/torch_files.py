@@ -18,7 +18,7 @@ from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
-from gonio.measuring.reading.optimizers import Raw, fitted, no_states, optimizers_in
+from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import (
     OF_SETTINGS,
     OF_SUBCLASSES,
@@ -29,7 +29,7 @@ from gonio.measuring.reading.pickles import (
     parts_of,
 )
 from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in, with_states
+from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in
 from gonio.messages import say
 
 SUFFIXES = TORCH
@@ -84,14 +84,12 @@ def open_torch(path: Path, key: str = "") -> Opened:
             raise
         return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
     raw = optimizers_in(mapped.content, mapped.stored)
-    left = no_states(found.beside, raw)
-    states, found = [place for place in found.beside if place not in left], replace(found, beside=left)
     at = tuple(found.key.split(".")) if found.key else ()
-    opened = with_states(open_state(found, lambda name: mapped.read((*at, f"{found.prefix}{name}"))), states)
+    opened = open_state(found, raw, lambda name: mapped.read((*at, f"{found.prefix}{name}")))
     if classes := sorted(_classes_in(mapped.content)):
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
-    return replace(opened, optimizer=fitted(raw, opened.stored, in_order=True)) if raw else opened
+    return opened
 
 
 def load_torch(path: Path) -> Any:

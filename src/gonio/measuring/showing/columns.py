@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields, replace
+from typing import Any
 
 from gonio.measuring.figures.signals import Signal
-from gonio.measuring.figures.tensor import Shown, TensorMeasurement
+from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.figures.usual import FIGURES
 from gonio.measuring.showing.table import Column, figures
 from gonio.messages import counted, local, say
 from gonio.pages.tables import number
@@ -60,18 +62,18 @@ _COMPOSED: dict[str, tuple[Column[TensorMeasurement], ...]] = {
     "sigma_max": (
         C(
             "sigma", "σ/σ₀", "spectral norm over that of random weights of the same size", 6,
-            lambda t: number(t.sigma_max / t.sigma_random if t.sigma_max is not None and t.sigma_random else None),
-            spectral=True,
+            lambda t: number(FIGURES["sigma_ratio"](t)), spectral=True,
         ),
     ),
 }  # fmt: skip
 
 
-def _column(name: str, shown: Shown) -> Column[TensorMeasurement]:
+def _column(figure: Field[Any]) -> Column[TensorMeasurement]:
     """The column of a figure as its field declares it."""
-    names = (name, f"{name}_random")[: shown.form.count("{")]
-    text = _TEXTS.get(name) or (figures(shown.form, *names) if shown.form else None)
-    return C(name, shown.title, shown.explanation, shown.width, text, shown.spectral, shown.requested)
+    column: Column[TensorMeasurement] = figure.metadata["column"]
+    name, form = figure.name, figure.metadata["form"]
+    names = (name, f"{name}_random")[: form.count("{")]
+    return replace(column, name=name, text=_TEXTS.get(name) or (figures(form, *names) if form else None))
 
 
 COLUMNS: tuple[Column[TensorMeasurement], ...] = tuple(
@@ -79,7 +81,7 @@ COLUMNS: tuple[Column[TensorMeasurement], ...] = tuple(
     for declared in fields(TensorMeasurement)
     for column in (
         *_COMPOSED.get(declared.name, ()),
-        *([_column(declared.name, declared.metadata["shown"])] if declared.metadata.get("shown") else ()),
+        *([_column(declared)] if declared.metadata.get("column") else ()),
     )
 )
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gonio.escaping import shorten
 from gonio.measuring.figures.heads import HeadMeasurement
-from gonio.measuring.findings.model_rules import COLLAPSED, one_token_heads
+from gonio.measuring.findings.model_rules import COLLAPSED, by_attention, one_token_heads
 from gonio.measuring.showing.table import Column
 from gonio.messages import local, say
 from gonio.pages.tables import bare_table, number
@@ -33,10 +33,7 @@ class AttentionRow:
 
 def rows_of(heads: Sequence[HeadMeasurement]) -> list[AttentionRow]:
     """The attention blocks, in the order of execution."""
-    found: dict[str, list[HeadMeasurement]] = {}
-    for head in heads:
-        found.setdefault(head.path, []).append(head)
-    return [AttentionRow(path, tuple(members)) for path, members in found.items()]
+    return [AttentionRow(path, tuple(members)) for path, members in by_attention(heads).items()]
 
 
 def _values(row: AttentionRow, figure: str) -> list[float] | None:
@@ -60,7 +57,7 @@ def _largest(figure: str) -> Callable[[AttentionRow], str]:
 def _single(row: AttentionRow) -> str:
     if _values(row, "one_token") is None:
         return "–"
-    return local(say("{n} of {every}", n=one_token_heads(h.logits for h in row.members), every=len(row.members)))
+    return local(say("{n} of {every}", n=one_token_heads(row.members), every=len(row.members)))
 
 
 _ENDS = say("smallest and largest norm over the heads: of the rows that compute it, of the output of the columns")

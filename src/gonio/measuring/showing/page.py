@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.figures.usual import FIGURES
 from gonio.measuring.findings.rules import LEVELS, RULES, Finding
 from gonio.measuring.reading.order import tells_depth
 from gonio.measuring.showing.table import Column
@@ -148,12 +149,7 @@ def measured_lanes(tensors: Sequence[TensorMeasurement]) -> list[Lane]:
     ]
     medians = [five[len(five) // 2] / t.sigma_random if five and t.sigma_random else None for t, five in
                zip(tensors, quantiles, strict=True)]  # fmt: skip
-    ranks = [
-        t.effective_rank / ((t.groups or 1) * min(t.filters, t.dim))
-        if t.effective_rank is not None and t.filters and t.dim
-        else None
-        for t in tensors
-    ]
+    ranks = [FIGURES["effective_rank_share"](t) for t in tensors]
     return [
         Lane("norm", "of a filter: smallest, median, largest",
              [five[2] if five else None for five in norms], [(five[0], five[-1]) if five else None for five in norms],

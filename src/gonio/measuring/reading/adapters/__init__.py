@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -311,7 +311,12 @@ def _readers() -> tuple[Reader, ...]:
     return tuple(import_module(f"{__name__}.{name}").adapters_of for name in names)
 
 
-MARKS = (".lora_", ".oft_", "trainable_tokens_", ".lora.", "_lora.")  # in the keys of files that may hold adapters
+_MARKS = (".lora_", ".oft_", "trainable_tokens_", ".lora.", "_lora.")
+
+
+def may_hold_adapters(names: Iterable[str]) -> bool:
+    """Whether the keys of a file are such that it may hold adapters."""
+    return any(mark in f".{name}" for name in names for mark in _MARKS)
 
 
 def adapters_in(stored: Mapping[str, StoredTensor], config: AdapterConfig) -> list[Adapter]:

@@ -161,10 +161,7 @@ def _values(weight: StoredTensor, scale: StoredTensor, zero: StoredTensor | None
     factors = torch.exp2(factors.float() - 127) if factors.dtype == torch.uint8 else factors.float()
     if factors.numel() == 1:
         return numbers.mul_(factors.reshape(()))
-    factors = factors.reshape(*factors.shape, *[1] * (numbers.ndim - factors.ndim))
-    for axis, size in enumerate(blocks[:-1]):
-        if size > 1 and factors.shape[axis] > 1:
-            factors = factors.repeat_interleave(size, axis)[(slice(None),) * axis + (slice(numbers.shape[axis]),)]
+    factors = _spread(factors, numbers.shape, blocks[:-1])
     size, columns = blocks[-1], numbers.shape[-1]
     if factors.shape[-1] in (1, columns):
         return numbers.mul_(factors)
@@ -174,7 +171,7 @@ def _values(weight: StoredTensor, scale: StoredTensor, zero: StoredTensor | None
 
 
 def _spread(part: Tensor, shape: tuple[int, ...], blocks: tuple[int, ...]) -> Tensor:
-    """Numbers of blocks at each of their entries."""
+    """Numbers of blocks at each of their entries, along the first dimensions, of which blocks are given."""
     if part.numel() == 1:
         return part.reshape(())
     part = part.reshape(*part.shape, *[1] * (len(shape) - part.ndim))
