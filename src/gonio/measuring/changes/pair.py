@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.geometry import Layout, matrix_view, principal_angles
-from gonio.geometry.blocks import HELD, Stored, StoredDifference, frobenius_norm
+from gonio.geometry.angles import turned
+from gonio.geometry.blocks import HELD, Stored, StoredDifference, frobenius_norm, safe_scale
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
@@ -149,6 +150,10 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
     bases: list[BaseDirections] = []
     if views is not None and _tellable(views[0]) and all(bool(view.any()) for view in views):
         bases = [BaseDirections(old, k=_considered(*old.shape)) for old in views[0]]
+    scale = max(map(_scale, (before, after)))
+    if scale != 1:  # squares may leave the range of float64
+        found = figures_of(before / scale, after / scale, layout, name)
+        return found | {part: found[part] * scale for part in ("norm", "change_norm")}
         values |= _directions(bases, views[1])
     norm, moved = norm_of(before), norm_of(StoredDifference(before, after))
     values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
@@ -169,6 +174,10 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
 def norm_of(stored: Stored) -> float:
     """The norm of all entries in float64, without a copy of them."""
     return frobenius_norm(stored.flatten().unsqueeze(0))
+
+
+def _scale(tensor: Tensor) -> float:
+    return safe_scale(tensor.reshape(1, -1)) if tensor.dtype == torch.float64 else 1.0
 
 
 def _entries(before: Tensor, after: Tensor) -> dict[str, int]:
@@ -193,10 +202,7 @@ def _turned(filters: StoredDifference) -> dict[str, float]:
     if not bool(alive.any()):
         return {}
     norms, inner, moved, norms_after = (x[alive] for x in (norms, inner, moved, norms_after))
-    radial = inner / norms.sqrt()
-    tangential = (moved - radial.square()).clamp_min(0)
-    tangential = torch.where(tangential > 1e-14 * moved, tangential, 0).sqrt()  # below this only rounding
-    angles = torch.atan2(tangential, norms.sqrt() + radial)
+    angles = turned(norms, moved, inner)
     ratios = (norms_after / norms).sqrt()
     degrees, magnitudes = torch.rad2deg(angles), (ratios - 1).abs()
     values = {

@@ -23,9 +23,9 @@ from gonio.geometry import (
     quantization_error,
     welch_bound,
 )
-from gonio.geometry.blocks import COSINE_WIDTH, GramMatrix, NormSummary, count_nonfinite, row_norms
+from gonio.geometry.blocks import COSINE_WIDTH, GramMatrix, NormSummary, count_nonfinite, have_direction, row_norms
 from gonio.geometry.conv_operator import periodic_grid
-from gonio.geometry.duplicates import ROUNDING, SEARCHED, earliest_parallel
+from gonio.geometry.duplicates import ROUNDING, SEARCHED, earliest_parallel, zero_nonfinite
 from gonio.geometry.norms import computed_in
 from gonio.geometry.pairs import PairStatistics, neighbour_ratio, pair_statistics, pair_statistics_of_each
 from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, singular_values_of_each, spectrum_estimate
@@ -333,7 +333,7 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
         return {}
     norms = row_norms(matrices.reshape(k * n, d)).view(k, n)
     fine = torch.isfinite(stack.flatten(1).sum(1, dtype=computed_in(stack.dtype))) & torch.isfinite(norms.sum(1))
-    fine = (fine & (norms > 0).all(1) & ~may_be_fixed(stack)).nonzero().flatten()
+    fine = (fine & have_direction(norms, stack.dtype).all(1) & ~may_be_fixed(stack)).nonzero().flatten()
     if not len(fine):
         return {}
     figures = _filters_of_each(matrices[fine], norms[fine])
@@ -370,7 +370,7 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         known |= {"nonfinite": 0, "first_nonfinite": None}
         reason = ADDITIVE_MASK
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
-    if holds_variances(entry.name) and (negative := int((tensor < 0).sum())):
+    if holds_variances(entry.name) and (negative := int((tensor.to(computed_in(tensor.dtype)) < 0).sum())):
         notes = (*notes, negative_variances(negative))
     if holds_variances(entry.name) and tensor.numel() and not tensor.any():
         notes = (*notes, NO_VARIANCE)
@@ -503,8 +503,8 @@ def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple
     for index, matrix in enumerate(matrices):
         if matrix.numel() > SEARCHED:
             continue
-        finite = torch.isfinite(matrix).all(1, keepdim=True)
-        earliest = earliest_parallel(matrix.where(finite, 0), cosine=1 - ROUNDING)
+        wide = zero_nonfinite(matrix.to(computed_in(matrix.dtype)))
+        earliest = earliest_parallel(wide, cosine=1 - ROUNDING)
         copies = (earliest < torch.arange(n)).nonzero().flatten()
         found += zip((copies + index * n).tolist(), (earliest[copies] + index * n).tolist(), strict=True)
     return tuple(found) or (pairs.closest[::-1],)
@@ -572,7 +572,7 @@ def _operator_norm(
     if "operator_norm" not in extra_figures:
         return None, ""
     grid = periodic_grid(tensor.shape, layout, least=GRID)
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    wide = tensor.to(computed_in(tensor.dtype))
     try:
         found = conv_spectral_norm_estimate(wide, grid, layout=replace(layout, padding_mode="circular"))
     except GonioError as error:
