@@ -275,6 +275,15 @@ def test_norms_of_averages():
     assert nonnegative_norm(lambda x: F.dropout(x, 0.5), x) == float("inf")
 
 
+def test_a_map_that_is_constant_or_without_entries_has_the_norm_0():
+    x, parameter = torch.ones(3), torch.ones(4, requires_grad=True)
+    for constant in (lambda _: torch.ones(4), lambda _: parameter, lambda x: 0 * x):
+        assert nonnegative_norm(constant, x) == 0
+    assert nonnegative_norm(lambda x: 2 * x, x[:0]) == 0
+    for shape in ((0, 3), (3, 0), (0, 3, 2, 2)):
+        assert operator_norm_bound(torch.zeros(shape)) == 0
+
+
 def test_max_pooling_counts_the_windows_with_one_entry():
     for pool, most in ((nn.MaxPool2d(3, 2), 4), (nn.MaxPool2d(2), 1), (nn.MaxPool2d(3, 1, dilation=2), 9)):
         assert gonio.certify(pool, torch.randn(1, 1, 9, 9)).upper == pytest.approx(sqrt(most))
@@ -429,7 +438,7 @@ def test_wrong_arguments():
         found.radius(torch.randn(2, 4))
     with pytest.raises(InvalidArgumentError, match="eps >= 0; found -1"):
         found.certified_accuracy(torch.randn(2, 4), torch.zeros(2), -1)
-    with pytest.raises(InvalidArgumentError, match=r"operator_norm_bound\(\) needs finite entries; found NaN"):
+    with pytest.raises(InvalidArgumentError, match=r"operator_norm_bound\(\) needs finite entries; found 4 of 4 NaN"):
         operator_norm_bound(torch.full((2, 2), float("nan")))
 
 
