@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import radians, sqrt
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,12 +31,16 @@ RADIAL = 0.2  # largest angle of a filter, over the relative change, below which
 UNIFORM = 0.01  # of the change of the norms, by which they differ where all filters are scaled alike
 
 
+Cause = Literal["", "nonfinite", "adapter"]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TensorDifference:
     r"""One tensor of both sources, W before and :math:`W' = W + \Delta` after; filters are rows w.
 
     Attributes:
-        status: `compared`, `equal` (every value), or `not compared`, with the reason.
+        status: `compared`, `equal` (every value), or `not compared`, with the reason. `cause`: of the reason: values
+            that are not finite, or an `adapter` that does not fit its base; else empty.
         relative: :math:`\lVert \Delta \rVert / \lVert W \rVert`; None from a zero tensor. `norm`, `change_norm`: its
             parts.
         norm_ratio: median over filters of the norm after over the norm before.
@@ -71,6 +75,7 @@ class TensorDifference:
     path: str
     status: str
     reason: str = ""
+    cause: Cause = ""
     shape: tuple[int, ...] = ()
     relative: float | None = None
     norm_ratio: float | None = None
@@ -145,15 +150,15 @@ class TensorDifference:
 @torch.no_grad()
 def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) -> dict[str, Any]:
     """The figures of two finite tensors of one shape and dtype that differ, read in blocks as they are stored."""
+    scale = max(map(_scale, (before, after)))
+    if scale != 1:  # squares may leave the range of float64
+        found = figures_of(before / scale, after / scale, layout, name)
+        return found | {part: found[part] * scale for part in ("norm", "change_norm")}
     values: dict[str, Any] = {"shape": tuple(before.shape)}
     views = None if layout is None or before.ndim < 2 else [matrix_view(x, layout) for x in (before, after)]
     bases: list[BaseDirections] = []
     if views is not None and _tellable(views[0]) and all(bool(view.any()) for view in views):
         bases = [BaseDirections(old, k=_considered(*old.shape)) for old in views[0]]
-    scale = max(map(_scale, (before, after)))
-    if scale != 1:  # squares may leave the range of float64
-        found = figures_of(before / scale, after / scale, layout, name)
-        return found | {part: found[part] * scale for part in ("norm", "change_norm")}
         values |= _directions(bases, views[1])
     norm, moved = norm_of(before), norm_of(StoredDifference(before, after))
     values |= {"norm": norm, "change_norm": moved, "relative": moved / norm if norm else None}
@@ -171,13 +176,13 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
     return values
 
 
+def _scale(tensor: Tensor) -> float:
+    return safe_scale(tensor.reshape(1, -1)) if tensor.dtype == torch.float64 else 1.0
+
+
 def norm_of(stored: Stored) -> float:
     """The norm of all entries in float64, without a copy of them."""
     return frobenius_norm(stored.flatten().unsqueeze(0))
-
-
-def _scale(tensor: Tensor) -> float:
-    return safe_scale(tensor.reshape(1, -1)) if tensor.dtype == torch.float64 else 1.0
 
 
 def _entries(before: Tensor, after: Tensor) -> dict[str, int]:

@@ -61,6 +61,7 @@ class TensorEntry:
         shape, dtype: as far as they are known without reading the tensor; None and "" for a computed weight.
         role: "part" of a weight that is computed from several tensors, or of an "adapter": neither is a weight of the
             plain model. "unknown" for a weight whose values are not known: `load` gives NaN, `reason` says why.
+        fault: whether an adapter, or the choice of its base, is at fault for this.
         weight_name: of a computed weight, its name in the plain model, if `name` is another one.
         inferred: whether the layout follows from name and shape alone, so that the values are held against it.
         padding: of a matrix in a file that may be an embedding, the rows of which one is 0 if it has a padding row.
@@ -76,6 +77,7 @@ class TensorEntry:
     shape: tuple[int, ...] | None = None
     dtype: str = ""
     role: Literal["", "part", "adapter", "unknown"] = ""
+    fault: bool = False
     weight_name: str = ""
     inferred: bool = False
     padding: tuple[int, ...] = ()
