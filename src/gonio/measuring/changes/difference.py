@@ -29,7 +29,7 @@ from gonio.measuring.journal import Journal
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
-from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
+from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
 from gonio.measuring.showing.table import Column, PagedTable, figures, markdown_table, reasons, tensor_table
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
@@ -229,17 +229,20 @@ class Differences(PagedTable[TensorDifference]):
 
     def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[TensorDifference], str]:
         """The tensors that have a row, largest change first, with groups and a sentence where these are not all."""
-        if len(self.moved) <= on.longest:
-            return None, self.largest, ""
-        found = {finding.path for finding in self.findings}
-        shown = standing_out(self.largest, found, lambda t: -1.0 if t.relative is None else t.relative, on.most)
-        said = said_of(len(shown), len(self.moved), "tensors", "the largest changes")
-        return grouped(self.moved, GROUPED), shown, said
+        return rows_shown(
+            self.largest,
+            on,
+            first={finding.path for finding in self.findings},
+            score=lambda t: -1.0 if t.relative is None else t.relative,
+            figures=GROUPED,
+            tensors=self.moved,
+            said=("tensors", "the largest changes"),
+        )
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
         rows, (groups, shown, said) = self.moved, self._shown(PAGE)
         mapped = layer_map(rows, self.findings, changed_lanes(rows), shown, every=self.tensors)
-        parts = {"rows": shown, "groups": groups, "said": said, "blocks": self.depth[: PAGE.most]}
+        parts = {"rows": shown, "groups": groups, "said": said, "most": PAGE.most}
         return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=mapped, **parts)
 
     def __repr__(self) -> str:
