@@ -215,7 +215,8 @@ class Measurements(Table[TensorMeasurement]):
             first={finding.path for finding in self.findings},
             score=lambda t: abs(t.alignment_z or 0.0),
             figures=GROUPED,
-            said=("layers", "the largest |z|"),
+            noun="layers",
+            by="the largest |z|",
         )
 
     def plot(self, figure: str = "alignment", ax: Axes | None = None) -> Figure:

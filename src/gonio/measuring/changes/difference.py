@@ -236,7 +236,8 @@ class Differences(PagedTable[TensorDifference]):
             score=lambda t: -1.0 if t.relative is None else t.relative,
             figures=GROUPED,
             tensors=self.moved,
-            said=("tensors", "the largest changes"),
+            noun="tensors",
+            by="the largest changes",
         )
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:

@@ -191,7 +191,8 @@ class Changes(PagedTable[Agreement]):
             score=lambda a: -2.0 if a.cosine_mean is None else -a.cosine_mean,
             figures=GROUPED,
             tensors=self.tensors,
-            said=("tensors", "the lowest cosines"),
+            noun="tensors",
+            by="the lowest cosines",
         )
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:

@@ -94,19 +94,19 @@ def rows_shown(
     score: Callable[[Row], float],
     figures: Sequence[tuple[str, str, Figure]],
     tensors: Sequence[Row] | None = None,
-    said: tuple[str, str],
+    noun: str,
+    by: str,
 ) -> tuple[Grouped | None, Sequence[Row], str]:
     """The rows of a long table that are shown; where these are not all, groups of all, and a sentence.
 
     Args:
         ordered: all rows in the order in which they are shown. `tensors`: in that of the model, where it is another.
         first, score: as :func:`standing_out` takes them. `figures`: as :func:`grouped` takes them.
-        said: what the rows are, and what stands out in them.
+        noun, by: what the rows are, and what stands out in them, as :func:`said_of` takes them.
     """
     if len(ordered) <= on.longest:
         return None, ordered, ""
     shown = standing_out(ordered, first, score, on.most)
-    noun, by = said
     return grouped(ordered if tensors is None else tensors, figures), shown, said_of(len(shown), len(ordered), noun, by)
 
 
