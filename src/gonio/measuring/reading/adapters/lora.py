@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Group, Unfit
-from gonio.measuring.reading.entry import INPUTS_FIRST, StoredTensor, TensorEntry
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.messages import joined, say
 
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
@@ -220,7 +220,7 @@ def _is_turned(delta: Tensor, base: TensorEntry, shape: tuple[int, ...]) -> bool
 
 def _undecided(base: TensorEntry) -> str:
     """Why the product of a configuration with `fan_in_fan_out` cannot be added to a square weight."""
-    if not base.inferred or any(note.startswith(INPUTS_FIRST) for note in base.notes):
+    if not base.inferred or (base.layout is not None and base.layout.transposed):
         return ""
     return "whether this square weight is stored with its inputs first is not known: pass the model as the base"
 
