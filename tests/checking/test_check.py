@@ -337,6 +337,37 @@ def test_lazy_and_quantised_tensors_are_named_or_checked_by_their_numbers() -> N
     assert [f.code for f in broken.findings][:1] == ["G001"]
 
 
+@pytest.mark.parametrize("said", ["no kernel claims this layout", "no kernel for this layout"])
+def test_the_words_of_another_library_decide_nothing(said: str) -> None:
+    class Odd(torch.Tensor):
+        def dequantize(self) -> torch.Tensor:
+            raise NotImplementedError(said)
+
+    found = gonio.check({"w.weight": torch.ones(3, 2).as_subclass(Odd)})
+    assert "G704" not in {f.code for f in found.findings}
+    assert said in found["w"].reason
+    expanded = gonio.check({"w.weight": torch.ones(1).expand(1 << 20, 1 << 10)})
+    assert [f.code for f in expanded.findings] == ["G704"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "method"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ("config.json", {"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ("config.json", {"quantization": {"bits": 4, "group_size": 64}}, "unnamed"),  # of MLX
+        ("quantize_config.json", {"bits": 4}, "unnamed"),
+        ("config.json", {"quantization": None}, ""),
+    ],
+)
+def test_the_quantisation_is_that_which_measure_reads(
+    file: str, content: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    save_file({"a.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / file).write_text(json.dumps(content))
+    assert gonio.check(tmp_path).contents.quantisation == method
+
+
 def test_an_expanded_tensor_in_a_file_is_checked_as_what_it_stands_for(tmp_path: Path) -> None:
     table = torch.arange(40.0).expand(12, 3, 40)
     torch.save({"table": table, **state()}, tmp_path / "model.pt")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -48,6 +49,32 @@ def test_both_say_the_same(folder: Path, fault: str) -> None:
     assert "No findings" not in measured.verdict
     if fault != "shard damaged":  # there each reader says what it could not read
         assert found(measured.findings) == checked
+
+
+def test_what_is_no_tensor_is_where_the_index_places_it(tmp_path: Path) -> None:
+    """The reader's own reason is told, of the shard as of the file alone."""
+    torch.save({"a.weight": seeded(8, 8), "b": 3, "epoch": 7}, tmp_path / "s1.bin")
+    index = {"weight_map": {"a.weight": "s1.bin", "b": "s1.bin"}}
+    (tmp_path / "model.bin.index.json").write_text(json.dumps(index))
+    measured = gonio.measure(tmp_path / "model.bin.index.json")
+    assert measured["b"].reason == gonio.measure(tmp_path / "s1.bin")["b"].reason == "not a tensor but int"
+    assert measured.findings == ()
+    assert gonio.check(tmp_path / "model.bin.index.json").findings == ()
+
+
+def test_what_a_shard_holds_beside_its_tensors_is_told(tmp_path: Path) -> None:
+    """Notes, other objects and the states of optimizers of two files are those of the whole."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(seeded(2, 8, dtype=torch.float32)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "s1.bin")
+    torch.save({"c.weight": seeded(4, 4)}, tmp_path / "s2.bin")
+    placed = {"weight": "s1.bin", "bias": "s1.bin", "c.weight": "s2.bin"}
+    (tmp_path / "model.bin.index.json").write_text(json.dumps({"weight_map": placed}))
+    found, alone = gonio.measure(tmp_path / "model.bin.index.json"), gonio.measure(tmp_path / "s1.bin")
+    assert [row.name for row in found.optimizer] == [row.name for row in alone.optimizer] != []
+    assert set(alone.notes) <= set(found.notes)
 
 
 @pytest.mark.parametrize("reads", ["measure", "measure of a state dict", "check", "doctor"])

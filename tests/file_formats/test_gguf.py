@@ -208,6 +208,18 @@ def test_parts_of_a_file_are_read_together(tmp_path: Path) -> None:
     assert codes(tmp_path) == {"G702"}  # the fourth
 
 
+def test_a_part_that_is_cut_off_is_damaged_in_its_folder_too(tmp_path: Path) -> None:
+    for number in (0, 1):
+        (tmp_path / f"m-0000{number + 1}-of-00002.gguf").write_bytes(gguf_bytes(PARTS[number : number + 1]))
+    second = tmp_path / "m-00002-of-00002.gguf"
+    second.write_bytes(second.read_bytes()[:-4])
+    found, checked = gonio.measure(tmp_path), gonio.check(tmp_path)
+    assert [(f.code, f.path) for f in found.findings] == [("G704", second.name)]
+    assert {(f.code, f.path) for f in checked.findings} == {("G704", second.name)}
+    assert [t.status for t in found.tensors] == ["measured", "skipped"]
+    assert "cut off" in found.tensors[1].reason
+
+
 @pytest.mark.parametrize("times", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_changed_bytes_leave_no_other_error(tmp_path: Path, times: int) -> None:
     block = [] if not has_package() else [("q.weight", (4, 256), 12, bytes(range(144)) * 4)]

@@ -118,7 +118,11 @@ def test_a_model_of_transformers_by_its_anatomy(name: str) -> None:
         ({"query": torch.ones(3, 4, 8)}, r"found \(3, 4, 8\) and \(2, 4, 8\)"),
         ({"norm": "batch"}, "norm=. is 'rms' or 'layer'; found 'batch'"),
         ({"query_gain": torch.ones(4)}, "takes query_gain and key_gain together; found one of them"),
-        ({"query": torch.full((2, 4, 8), torch.nan)}, "needs finite weights; found NaN or infinity"),
+        ({"query": torch.full((2, 4, 8), torch.nan)}, "needs finite entries; found 64 of 64 NaN or infinite"),
+        ({"gain": torch.full((8,), torch.nan)}, "needs finite entries; found 8 of 8 NaN or infinite"),
+        ({"shift": torch.full((8,), torch.inf)}, "needs finite entries; found 8 of 8"),
+        ({"query_bias": torch.full((2, 4), torch.nan)}, "needs finite entries; found 8 of 8"),
+        ({"query_gain": torch.ones(4), "key_gain": torch.full((4,), torch.nan)}, "needs finite entries; found 4 of 4"),
     ],
 )
 def test_errors(arguments: dict[str, Any], match: str) -> None:

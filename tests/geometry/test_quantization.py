@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -161,3 +162,19 @@ def assert_equal(weight: Tensor, theirs: Tensor, bits: int, per: Any, mapping: A
     other = (ours - theirs).abs() > 1e-5 * weight.abs().max()
     torch.testing.assert_close((ours - weight)[other].abs(), (theirs - weight)[other].abs(), rtol=1e-3, atol=1e-6)
     assert int(other.sum()) <= 2 * len(weight) * max(1, weight.shape[1] // (per if isinstance(per, int) else 256))
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    for value in (math.nan, math.inf):
+        weight = torch.tensor([[1.0, value], [0.5, 0.25]])
+        with pytest.raises(InvalidArgumentError, match=r"quantization_error\(\) needs finite entries; found 1 of 4"):
+            quantization_error(weight)
+        with pytest.raises(InvalidArgumentError, match=r"fake_quantize\(\) needs finite entries; found 1 of 4"):
+            fake_quantize(weight)
+
+
+def test_a_single_number_and_a_vector_are_rounded_as_a_whole() -> None:
+    for weight in (torch.tensor(3.0), torch.tensor([3.0, 0.4])):
+        lost = fake_quantize(weight, bits=4, per="tensor") - weight
+        error = quantization_error(weight, bits=4, per="tensor")
+        assert error == pytest.approx(float(lost.norm() / weight.norm()), rel=1e-5)

@@ -186,10 +186,13 @@ def test_no_pair_exceeds_the_upper_bound(name):
 def test_a_wrong_constant_is_noticed():
     kept = dict(_STATED)
     try:
-        for constant, holds in ((3.0, True), (0.9, False)):
-            register(Wavy, Facts(lipschitz=constant))
-            found = gonio.certify(nn.Sequential(nn.Linear(3, 1, bias=False), Wavy()), torch.zeros(1, 3))
-            assert (found.lower <= found.upper) is holds
+        model = nn.Sequential(nn.Linear(3, 1, bias=False), Wavy())
+        register(Wavy, Facts(lipschitz=3.0))
+        found = gonio.certify(model, torch.zeros(1, 3))
+        assert found.lower <= found.upper
+        register(Wavy, Facts(lipschitz=0.9))
+        with pytest.raises(NotApplicableError, match=r"two inputs show a constant of .* at least, its layers state"):
+            gonio.certify(model, torch.zeros(1, 3))
     finally:
         _STATED.clear()
         _STATED.update(kept)
@@ -273,6 +276,15 @@ def test_norms_of_averages():
         assert exact == pytest.approx(norm, abs=1e-3)
     assert nonnegative_norm(nn.Upsample(scale_factor=2, mode="bicubic"), x) == float("inf")
     assert nonnegative_norm(lambda x: F.dropout(x, 0.5), x) == float("inf")
+
+
+def test_a_map_that_is_constant_or_without_entries_has_the_norm_0():
+    x, parameter = torch.ones(3), torch.ones(4, requires_grad=True)
+    for constant in (lambda _: torch.ones(4), lambda _: parameter, lambda x: 0 * x):
+        assert nonnegative_norm(constant, x) == 0
+    assert nonnegative_norm(lambda x: 2 * x, x[:0]) == 0
+    for shape in ((0, 3), (3, 0), (0, 3, 2, 2)):
+        assert operator_norm_bound(torch.zeros(shape)) == 0
 
 
 def test_max_pooling_counts_the_windows_with_one_entry():
@@ -429,7 +441,7 @@ def test_wrong_arguments():
         found.radius(torch.randn(2, 4))
     with pytest.raises(InvalidArgumentError, match="eps >= 0; found -1"):
         found.certified_accuracy(torch.randn(2, 4), torch.zeros(2), -1)
-    with pytest.raises(InvalidArgumentError, match=r"operator_norm_bound\(\) needs finite entries; found NaN"):
+    with pytest.raises(InvalidArgumentError, match=r"operator_norm_bound\(\) needs finite entries; found 4 of 4 NaN"):
         operator_norm_bound(torch.full((2, 2), float("nan")))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gonio
 from gonio import parametrizations as P
+from gonio.errors import NotApplicableError
 from gonio.seeding import generator
 from gonio.surgery.facts import _STATED, Facts, register
 
@@ -284,8 +285,9 @@ def test_a_slope_that_is_stated_too_small_is_noticed():
     try:
         register(Abs, Facts(lipschitz=0.5))
         model = _orthogonal(nn.Linear(2, 4), Abs(), nn.Linear(4, 4), Abs()).double()
-        exact = max(region.norm for region in regions(model.requires_grad_(False)))
-        assert gonio.certify(model, torch.randn(8, 2, generator=generator(0))).upper < 0.3 * exact
+        assert max(region.norm for region in regions(model.requires_grad_(False))) > 0
+        with pytest.raises(NotApplicableError, match="two inputs show a constant of"):
+            gonio.certify(model, torch.randn(8, 2, generator=generator(0)))
     finally:
         _STATED.clear()
         _STATED.update(kept)

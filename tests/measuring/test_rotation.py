@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from catalog import seeded
 from foreign import TORCHS_MUON
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import Equilibrium, equilibrium, register_equilibrium, step_rotation
@@ -61,6 +62,20 @@ def test_a_known_rotation(angle: float, factor: float) -> None:
     assert float(found.norm) == pytest.approx(math.hypot(0.6, 2.0))
     if factor != 1:
         assert float(found.radial_share) == pytest.approx(dx**2 / (dx**2 + dy**2), rel=1e-9)
+
+
+def test_rounding_is_no_rotation() -> None:
+    """Where a large change is along the weight, a tangential part that is lost in rounding counts as 0."""
+    w, p = seeded(1000, dtype=torch.float64), seeded(1000, seed=1, dtype=torch.float64)
+    p -= (p @ w) / (w @ w) * w
+    p *= w.norm() / p.norm()
+    assert float(step_rotation(w, 1.7 * w).rotation) == 0
+    assert float(step_rotation(w, 3 * w + 3e-9 * p).rotation) == 0
+    assert float(step_rotation(w, 3 * w + 3e-5 * p).rotation) == pytest.approx(1e-5, rel=1e-5)
+    assert float(step_rotation(w, w + 1e-12 * p).rotation) == pytest.approx(1e-12, rel=1e-3)
+    rows = step_rotation(torch.stack([w, w]), torch.stack([1.7 * w, -w]), by_row=True)
+    assert rows.rotation.tolist() == pytest.approx([0, math.pi])
+    assert math.isnan(step_rotation(w, w * math.inf).rotation)
 
 
 def test_rows_are_turned_each_by_itself() -> None:

@@ -29,6 +29,16 @@ def rows(layer: str, rotations: list[float], predicted: float | None = None, rat
     ]
 
 
+CAUSES = {
+    "fits": "fits",
+    "not scale-": "not invariant",
+    "not known ": "not traced",
+    "not settle": "not settled",
+    "schedule: ": "schedule",
+    "gradients ": "correlated",
+}
+
+
 @pytest.mark.parametrize(
     ("rotation", "invariant", "steps", "rates", "reason"),
     [
@@ -45,6 +55,7 @@ def test_why_a_rotation_differs(rotation: float, invariant: Any, steps: float, r
     known = None if invariant is None else frozenset(invariant)
     (found,) = layer_rotations(rows("a", [rotation] * 20, 0.01, rates), known, {"a": Equilibrium(0.01, steps)})
     assert found.reason.startswith(reason)
+    assert found.cause == CAUSES[reason[:10]]
     assert found.ratio == pytest.approx(rotation / 0.01)
 
 
@@ -128,3 +139,9 @@ def test_a_reason_that_all_layers_share_is_said_once() -> None:
     page = training_page(measured, layer_rotations(measured, None, expected), whole=True)
     assert page.count("the model cannot be traced") == 1
     assert "All layers: not known to be scale-invariant" in page
+
+
+def test_the_reason_of_a_prediction_is_no_cause() -> None:
+    """A registered optimizer may say what it likes: its words decide no advice."""
+    (found,) = layer_rotations(rows("a", [0.1] * 4), None, {"a": Equilibrium(None, reason="not settled, fits")})
+    assert (found.cause, found.reason) == ("no prediction", "not settled, fits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring import Measurements, Suppression, check, explain, measure
-from gonio.measuring.findings.rules import ADVICE, LEVELS, RULES, WEIGHT_RULES, measured_rates, rule_texts
+from gonio.measuring.findings.rules import (
+    ADVICE,
+    LEVELS,
+    RULES,
+    WEIGHT_RULES,
+    findings_by,
+    measured_rates,
+    rule_texts,
+)
+from gonio.measuring.reading.entry import NO_VARIANCE
 from html_reader import Page
 from references.measuring import CASES, weight
 
@@ -26,6 +36,29 @@ def test_a_rule_finds_its_case_and_not_the_one_beside_it(code: str) -> None:
     sick, well = CASES[code]
     assert code in codes(sick)
     assert code not in codes(well)
+
+
+def test_rules_ask_for_marks_and_read_no_sentences() -> None:
+    """A note may be a text of another library, as the remarks of a user's parametrization are."""
+    (row,) = measure({"e.running_var": torch.ones(4)}).tensors
+    notes = (NO_VARIANCE, "the exponent is negative")
+    assert not findings_by(WEIGHT_RULES, [(replace(row, notes=notes), "e")])
+    marked = replace(row, marks=("no variance",), negative_variances=2)
+    assert [f.code for f in findings_by(WEIGHT_RULES, [(marked, "e")])] == ["G105", "G107"]
+    state = {"n.running_var": torch.tensor([0.5, -1.0]), "o.running_var": torch.zeros(3)}
+    found = measure(state)
+    assert [(t.marks, t.negative_variances) for t in found.tensors] == [((), 1), (("no variance",), 0)]
+    assert {f.found for f in found.findings} == {"1 running variance is negative", NO_VARIANCE}
+
+
+def test_marks_of_tables_are_told_by_notes_too() -> None:
+    table = nn.Embedding(20, 8, padding_idx=0)
+    constant = nn.Embedding(20, 8)
+    nn.init.ones_(constant.weight)
+    frozen = nn.Embedding(20, 8).requires_grad_(False)
+    found = measure(nn.ModuleList([table, constant, frozen]))
+    assert [t.marks for t in found.tensors] == [("padding",), ("constant",), ("fixed",)]
+    assert all(t.notes for t in found.tensors)
 
 
 UNMEASURED = {code for code, text in rule_texts().items() if not text.calibrated}

@@ -72,6 +72,29 @@ def test_processes_give_the_same_rows(measured: Measured, journal: bool, file: P
     assert seen[-1] == (8, 8)
 
 
+def test_rows_from_a_journal_have_the_same_findings(tmp_path: Path) -> None:
+    """An adapter of another shape than its base, one without a layer there, and values that are not finite."""
+    base = {"fc.weight": seeded(40, 40), "g.weight": seeded(8, 8), "h.weight": seeded(8, 8)}
+    adapter = {"fc": (30, 40), "g": (8, 8), "h": (8, 8), "lost": (8, 8)}
+    state = {}
+    for i, (name, (columns, rows)) in enumerate(adapter.items()):
+        state[f"base_model.model.{name}.lora_A.weight"] = 9 * seeded(4, columns, seed=i)
+        state[f"base_model.model.{name}.lora_B.weight"] = 9 * seeded(rows, 4, seed=i)
+    base["h.weight"][0, 0] = float("nan")
+    save_file(base, tmp_path / "base.safetensors")
+    (tmp_path / "a").mkdir()
+    save_file(state, tmp_path / "a" / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(about))
+    found = [
+        gonio.measure(tmp_path / "base.safetensors", tmp_path / "a", journal=tmp_path / "rows.jsonl") for _ in range(2)
+    ]
+    told = {(f.code, f.path) for f in found[0].findings}
+    assert {("G713", "fc"), ("G713", "lost"), ("G502", "g"), ("G001", "h")} <= told
+    assert {(f.code, f.path) for f in found[1].findings} == told
+    assert [t.cause for t in found[1].tensors if t.cause] == ["adapter", "nonfinite", "adapter"]
+
+
 @BOTH
 def test_a_journal_is_gone_on_with(
     measured: Measured, file: Path, other: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ import gonio
 from catalog import seeded
 from gonio.measuring import Measurements
 from gonio.measuring.changes.difference import Differences
+from gonio.measuring.changes.several import Changes
 from gonio.measuring.reading.order import pattern_of
 from gonio.measuring.showing.summary import GROUPS, PAGE, TERMINAL, grouped, standing_out
 from gonio.pages.charts import BARS, Lane, runs
@@ -113,3 +114,40 @@ def test_a_binned_lane_has_medians_and_whole_ranges() -> None:
     assert list(binned.middles) == [3.0, 3.5]
     assert list(binned.ranges) == [(0.0, 6.0), (2.0, 9.0)]
     assert [list(other) for other in binned.others] == [[2.0, 2.0]]
+
+
+# --- several changes of one base --------------------------------------------------------------------------
+
+
+@cache
+def several() -> Changes:
+    models = [state(0.01), state(0.02)]
+    models[1][f"{ODD}.weight"] = state()[f"{ODD}.weight"] - 0.01 * seeded(8, 4, seed=5211)  # cosine −1 with the first
+    return gonio.measuring.changes(state(), *models)
+
+
+def test_a_terminal_shows_the_changes_that_agree_least() -> None:
+    text = str(several())
+    assert len(text) < 14_000
+    assert "layers.*.up " in text
+    assert f"Of {COUNT:,} tensors, the {TERMINAL.most} that stand out" in text
+    shown = [line for line in text.splitlines() if re.match(r"layers\.\d", line)]
+    assert len(shown) == TERMINAL.most
+    assert shown[0].startswith(ODD)
+    assert "all tensors" in text
+    assert len(several().to_csv().splitlines()) >= COUNT
+
+
+def test_a_page_of_several_changes_is_bounded() -> None:
+    page = several().to_html()
+    assert len(page) < 900_000
+    assert "layers.*.down" in Page(page).text
+    assert f"{COUNT - PAGE.most} more are in the JSON." in Page(page).text  # blocks of each model
+    assert len(re.findall(r'<th scope="row">layers\.\d+</th>', page)) == 2 * PAGE.most
+    assert len(json.loads(several().to_json())["tensors"]) == COUNT
+
+
+def test_blocks_and_intruders_of_one_change_are_bounded_and_it_is_said() -> None:
+    page = compared().to_html()
+    assert f"{COUNT - PAGE.most} more are in the JSON." in Page(page).text
+    assert len(re.findall(r'<th scope="row">layers\.\d+</th>', page)) == PAGE.most

@@ -41,6 +41,7 @@ TEXTS: dict[str, tuple[int | str, ...]] = {
     "progress": (0,),
     "save": (2,),
     "said_of": (2, 3),
+    "rows_shown": ("noun", "by"),
     "tensor_table": (0,),
 }
 # Of exceptions, in the packages whose sentences a command shows; those of other packages stay English.

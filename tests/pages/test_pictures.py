@@ -187,6 +187,16 @@ def test_learning_curves_are_medians_over_finished_runs_with_their_range() -> No
     assert picture.series == {"a": [20.0, 30.0, 92.5]}
 
 
+def test_an_epoch_in_which_no_run_has_a_value_is_a_gap() -> None:
+    runs = [run("a", seed, curve={"val_score": [0.5 + seed, None, 0.7 + seed]}) for seed in (0, 1)]
+    picture = pictures.learning_curves(runs, {"a": "c1"}, key="val_score", label="score")
+    assert picture is not None
+    area, line = picture.marks
+    assert isinstance(area, Area)
+    assert list(line.ys) == pytest.approx([1.0, None, 1.2])  # type: ignore[union-attr]
+    assert (list(area.lows), list(area.highs)) == ([0.5, None, 0.7], [1.5, None, 1.7])
+
+
 def test_an_epoch_takes_its_measured_time_and_pictures_share_their_axes() -> None:
     runs = [run(name, 0, epochs=30) for name in (BASELINE, "a", "b")]
     shown, paces = {BASELINE: "base", "a": "c1"}, {"a": 1.5, "b": 2.0}

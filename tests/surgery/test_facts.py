@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import foreign
 import gonio
 from catalog import LAYERS, seeded
 from gonio import nn as gnn
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import why_not_dense
+from gonio.regularizers import SelfOrthogonality
 from gonio.surgery import facts, followed_by_norm
 from gonio.surgery.facts import UNKNOWN, Facts, facts_of, measure
 from gonio.surgery.graph import trace
@@ -303,3 +305,28 @@ def test_what_a_layer_says_about_inputs_of_the_measurement_is_not_shown() -> Non
         model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 8)), nn.ReLU(), nn.Linear(8, 2))
         with contextlib.suppress(gonio.errors.NotApplicableError):
             gonio.rotate_(model.eval(), example=x)
+
+
+# --- hooks --------------------------------------------------------------------------------------------
+
+
+def doubling(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def test_a_hook_that_only_reads_is_known_by_identity() -> None:
+    """A hook of another module with the name of ours changes what it likes; copies of ours still only read."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    penalty = gonio.Penalty(model, [(None, SelfOrthogonality(0.1))])
+    assert any(module._forward_hooks for module in model.modules())
+    for copied in (model, copy.deepcopy(model)):
+        assert not any(map(facts.has_changing_hooks, copied.modules()))
+        assert trace(copied).why_pinned("0", copied[0]) == ""
+    assert gonio.certify(model, seeded(2, 4)).upper > 0
+    penalty.undo_()
+    doubling.__module__ = "gonio.fake"
+    model[0].register_forward_hook(doubling)
+    assert facts.has_changing_hooks(model[0])
+    assert "has forward hooks" in trace(model).why_pinned("0", model[0])
+    with pytest.raises(NotApplicableError, match=r"layer '0' .*forward hooks"):
+        gonio.certify(model, seeded(2, 4))

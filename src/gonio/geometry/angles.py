@@ -28,6 +28,7 @@ from gonio.seeding import generator
 # acos loses half of the digits near ±1: in float32 it does not distinguish 0 from 3e-4 rad. For two vectors
 # the angle is 2·atan2(|a−b|, |a+b|) on unit vectors (Kahan), accurate to 1e-7 in float32. For all pairs that takes
 # n²·d memory, so the Gram matrix is computed in float64 instead: its rounding of 1e-16 is 2e-8 in the angle.
+TANGENTIAL = 1e-14  # share of a squared change below which its tangential part is rounding
 CHORD_NOISE = 2e-15  # squared chord below which an angle is 0: Gram entries of equal rows deviate by a few 2.2e-16
 BLOCK_ENTRIES = 1 << 24  # largest Gram block of coherence: 64 MiB in float32
 
@@ -86,6 +87,20 @@ def angles(matrix: Array) -> Tensor:
             for square in (2 - 2 * cosine, 2 + 2 * cosine)
         )
         return (2 * torch.atan2(near, far)).to(widen(matrix).dtype)
+
+
+def turned(squares: Tensor, moved: Tensor, product: Tensor) -> Tensor:
+    r"""The angle in radians between w and w + Δ, from their sums Σ w², Σ Δ² and Σ w·Δ in float64.
+
+    With the radial part :math:`r = \langle \Delta, w\rangle / \lVert w\rVert` of the change and the tangential one
+    :math:`q = \sqrt{\lVert \Delta\rVert^2 - r^2}` it is :math:`\mathrm{atan2}(q, \lVert w\rVert + r)`. The difference
+    of squares is known to rounding: a q below :math:`10^{-7}\lVert \Delta\rVert` counts as 0.
+    """
+    norm = squares.sqrt()
+    radial = product / norm
+    square = moved - radial.square()
+    tangential = square.masked_fill(square < TANGENTIAL * moved, 0).sqrt()
+    return torch.atan2(tangential, norm + radial)
 
 
 def angle_between(a: Array, b: Array, dim: int = -1) -> Tensor:

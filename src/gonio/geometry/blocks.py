@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import hypot, isfinite, sqrt
+from math import hypot, inf, isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from gonio.geometry.norms import computed_in, gram, in_range, least_norm, matrix
 
 BLOCK = 1 << 20  # entries of one block: 4 MiB in float32, which stays in the cache
 HELD = 5 * 10**7  # entries up to which a matrix that is read tens of times is held in float32
+SMALL = 1e-140  # norm from which on squares are in the range of float64
 COSINE_WIDTH = 256  # filters per block of cosines; its square on the diagonal is computed twice
 
 CosineBlock = tuple[int, Tensor, Tensor]
@@ -66,7 +67,7 @@ class StoredDifference:
 
     def __getitem__(self, index: Any) -> Tensor:
         """The values at an index; of all, `[...]`."""
-        before, after = self.before[index], self.after[index]
+        before, after = self.before[index].to(self.dtype), self.after[index]
         return after - before if after.dtype == self.dtype else after.to(self.dtype).sub_(before)
 
     def __iter__(self) -> Iterator[StoredDifference]:
@@ -95,7 +96,7 @@ def tiles(matrix: Stored, *, longest: int | None = None) -> Iterator[tuple[int, 
     for place in places:
         part = (matrix.after if isinstance(matrix, StoredDifference) else matrix)[place]
         tile = buffer[: part.numel()].view(part.shape).copy_(part)
-        tile = tile.sub_(matrix.before[place]) if isinstance(matrix, StoredDifference) else tile
+        tile = tile.sub_(matrix.before[place].to(tile.dtype)) if isinstance(matrix, StoredDifference) else tile
         yield place[0].start, place[1].start, tile
 
 
@@ -136,7 +137,21 @@ def normal_product(matrix: Stored, v: Tensor, *, scale: float = 1.0) -> Tensor:
 
 def frobenius_norm(matrix: Stored) -> float:
     """The norm of all entries, in float64."""
-    return hypot(*(float(torch.linalg.vector_norm(tile, dtype=torch.float64)) for _, _, tile in tiles(matrix)))
+    return hypot(*(_norm(tile) for _, _, tile in tiles(matrix)))
+
+
+def _norm(tile: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(tile, dtype=torch.float64))
+    if tile.dtype == torch.float64 and not SMALL < norm < inf:
+        norm = float(_scaled_norms(tile.reshape(1, -1)))
+    return norm
+
+
+def _scaled_norms(rows: Tensor) -> Tensor:
+    """The norms of rows whose squares may leave the range of float64."""
+    largest = rows.abs().amax(1, keepdim=True)
+    scale = largest.masked_fill(~((largest > 0) & (largest < inf)), 1)
+    return torch.linalg.vector_norm(rows / scale, dim=1) * scale[:, 0]
 
 
 def row_directions(rows: Tensor) -> Tensor:
@@ -145,9 +160,9 @@ def row_directions(rows: Tensor) -> Tensor:
 
 
 def row_norms(matrix: Tensor) -> Tensor:
-    """The norm of each row in float64; 0 below :func:`~gonio.geometry.norms.least_norm`.
+    """The norm of each row in float64; 0 only for rows of zeros.
 
-    Squares are summed in float64, at the scale of the row's largest entry where float64 itself overflows.
+    Squares are summed in float64, at the scale of the row's largest entry where they leave its range.
     """
     # Results go into tensors that are there: small ones between large temporaries would make the heap grow.
     count, width = matrix.shape
@@ -159,11 +174,14 @@ def row_norms(matrix: Tensor) -> Tensor:
             part.copy_(torch.linalg.vector_norm(columns.double(), dim=1))
         norms[start : start + step] = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(parts, dim=0)
     if matrix.dtype == torch.float64:
-        for row in (norms == torch.inf).nonzero().flatten().tolist():
-            scale = matrix[row].abs().amax()
-            if bool(torch.isfinite(scale)):
-                norms[row] = torch.linalg.vector_norm(matrix[row] / scale) * scale
-    return norms.masked_fill_(norms < least_norm(computed_in(matrix.dtype)), 0)
+        for some in (~((norms > SMALL) & (norms < inf))).nonzero().flatten().split(step):
+            norms[some] = _scaled_norms(matrix[some])
+    return norms
+
+
+def have_direction(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether rows of these finite norms have a direction: they do not count as zero, see Note [Zero vectors]."""
+    return norms >= least_norm(computed_in(dtype))
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from gonio.errors import InvalidArgumentError
 from gonio.geometry.conv_norm import conv_spectral_norm
 from gonio.geometry.conv_operator import Taps, taps_of
-from gonio.geometry.norms import Array, as_real
+from gonio.geometry.norms import Array, as_real, check_finite
 from gonio.geometry.views import PLAIN, Layout
 
 ROUNDING = 1e-9  # relative; float64 eigenvalues of matrices with 10⁵ rows are far closer
@@ -50,14 +49,14 @@ def operator_norm_bound(weight: Array, *, layout: Layout = PLAIN) -> float:
     References: [1] H. Ehlich, K. Zeller, "Schwankung von Polynomen zwischen Gitterpunkten", Math. Z. 86, 1964.
     """
     weight = as_real(weight).detach().double()
-    if not weight.isfinite().all():
-        found = f"NaN or infinity in a weight of shape {tuple(weight.shape)}"
-        raise InvalidArgumentError("operator_norm_bound() needs finite entries", found, "Find the step that made them.")
+    check_finite(weight, "operator_norm_bound")
     weight = weight.unsqueeze(-1) if weight.dim() == 2 else weight
     layout = replace(layout, padding_mode="zeros")
     if prod(layout.stride) == 1:
         layout = replace(layout, dilation=())  # only visits the pixels in another order
     taps = taps_of(weight, layout).smaller_side()
+    if not weight.numel():
+        return 0.0
     by_gram, exact = _by_gram(taps)
     if exact:
         return by_gram * (1 + ROUNDING)
@@ -119,6 +118,8 @@ def nonnegative_norm(function: Callable[[Tensor], object], x: Tensor) -> float:
     shift = image(torch.zeros_like(point)).detach()
     spikes = torch.zeros_like(point)
     spikes.view(-1)[::7] = 1  # negative entries show beside single points
+    if not point.numel() or not shift.numel():
+        return 0.0
     once = image(spikes) - shift
     twice = image(2 * spikes) - shift
     if not torch.allclose(twice, 2 * once) or bool((once < -1e-9 * once.abs().amax()).any()):
@@ -127,7 +128,9 @@ def nonnegative_norm(function: Callable[[Tensor], object], x: Tensor) -> float:
     for _ in range(_SWEEPS):
         point.requires_grad_()
         made = image(point) - shift
-        (back,) = torch.autograd.grad(made, point, made.detach())
+        back = torch.autograd.grad(made, point, made.detach(), allow_unused=True)[0] if made.requires_grad else None
+        if back is None:  # a constant map
+            return 0.0
         ratios = back / point.detach()
         best = min(best, float(ratios.amax()))
         if float(ratios.amax() - ratios.amin()) <= ROUNDING * best:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import hyperplanes
 from gonio.geometry.blocks import BLOCK, row_blocks, row_directions
-from gonio.geometry.norms import Array, as_matrices, check_finite, full_precision, whole
+from gonio.geometry.norms import Array, as_matrices, check_finite, computed_in, full_precision, whole
 from gonio.seeding import generator
 
 EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
@@ -418,7 +418,7 @@ def near_pairs(matrix: Tensor, *, name: str) -> tuple[Tensor, Tensor] | None:
     if n * min(d, UNPROJECTED) > SEARCHED:
         return None
     if d <= UNPROJECTED:
-        found = near_duplicates(_zero_nonfinite(matrix.float()), cosine=NEAR)
+        found = near_duplicates(zero_nonfinite(matrix.to(computed_in(matrix.dtype))), cosine=NEAR)
         return found.pairs, found.cosines
     onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name)).to(matrix.device)
     sketch = torch.empty(n, SKETCH, device=matrix.device)
@@ -428,12 +428,12 @@ def near_pairs(matrix: Tensor, *, name: str) -> tuple[Tensor, Tensor] | None:
     odd = (~((norms > 1e-10) & (norms < 1e18))).nonzero().flatten()  # zero, not finite, or out of range
     step = max(1, BLOCK // d)
     for some in odd.split(step):
-        sketch[some] = row_directions(_zero_nonfinite(matrix[some])).float() @ onto
+        sketch[some] = row_directions(zero_nonfinite(matrix[some].to(computed_in(matrix.dtype)))).float() @ onto
     candidates = near_duplicates(sketch, cosine=SKETCH_COSINE).pairs
     return _verified(candidates.split(step), lambda rows: row_directions(matrix[rows]), NEAR)
 
 
-def _zero_nonfinite(rows: Tensor) -> Tensor:
+def zero_nonfinite(rows: Tensor) -> Tensor:
     """The rows with 0 for every row that has a non-finite entry."""
     fine = torch.isfinite(rows).all(-1, keepdim=True)
     return rows if bool(fine.all()) else torch.where(fine, rows, torch.zeros_like(rows))

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.blocks import Stored, normal_product, safe_scale
-from gonio.geometry.norms import Array, as_matrices, check_finite, full_precision, normalize, whole, widen, widest
+from gonio.geometry.norms import (
+    Array,
+    as_matrices,
+    check_finite,
+    computed_in,
+    full_precision,
+    normalize,
+    whole,
+    widen,
+    widest,
+)
 from gonio.seeding import generator
 
 
@@ -135,7 +145,7 @@ def largest_singular_value(matrix: Stored, *, name: str, steps: int = 32) -> flo
         return normal_product(matrix, v[:, 0], scale=scale).unsqueeze(1)
 
     start = torch.randn(matrix.shape[1], 1, generator=generator(0, "largest", name), dtype=torch.float64)
-    dtype = torch.promote_types(matrix.dtype, torch.float32)
+    dtype = computed_in(matrix.dtype)
     krylov = Krylov(basis=(normalize(start, 0).to(matrix.device, dtype),))
     for step in range(min(steps, *matrix.shape)):
         krylov = krylov.forward(times, step + 1)

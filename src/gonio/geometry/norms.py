@@ -130,6 +130,7 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
 
 def check_finite(matrix: Tensor, function: str) -> None:
     """Raise if a decomposition of `matrix` would fail or return noise."""
+    matrix = matrix.float() if matrix.element_size() == 1 else matrix  # torch cannot sum 8-bit floats
     if bool(torch.isfinite(matrix.detach().sum())):  # a non-finite entry makes the sum non-finite: one pass, no memory
         return
     bad = int((~torch.isfinite(matrix)).sum())

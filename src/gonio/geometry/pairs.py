@@ -10,7 +10,15 @@ from math import inf, pi, sqrt
 import torch
 from torch import Tensor
 
-from gonio.geometry.blocks import BLOCK, COSINE_WIDTH, CosineBlock, GramMatrix, row_directions, row_norms
+from gonio.geometry.blocks import (
+    BLOCK,
+    COSINE_WIDTH,
+    CosineBlock,
+    GramMatrix,
+    have_direction,
+    row_directions,
+    row_norms,
+)
 from gonio.geometry.chance import alignment_variance
 from gonio.geometry.duplicates import NEAR, near_pairs
 from gonio.geometry.norms import computed_in
@@ -115,8 +123,8 @@ def neighbour_ratio(matrix: Tensor, mean_square_cosine: float) -> tuple[float, f
 
     .. math:: (1 - \overline{\cos\theta_{i,i+1}}) / (1 - \overline{\cos\theta_{ij}})
 
-    of squared distances between directions: 1 in a random order, 0 for rows that change slowly. Rows that are 0 or not
-    finite are left out; 1 and infinity with fewer than three others, or where all directions are the same.
+    of squared distances between directions: 1 in a random order, 0 for rows that change slowly. Rows that count as 0 or
+    are not finite are left out; 1 and infinity with fewer than three others, or where all directions are the same.
 
     Args:
         matrix: (n, d). `mean_square_cosine`: over all pairs of rows.
@@ -132,7 +140,7 @@ def neighbour_ratio(matrix: Tensor, mean_square_cosine: float) -> tuple[float, f
     variance", Annals of Mathematical Statistics 12, 1941, equation (1).
     """
     norms = row_norms(matrix)
-    kept = (torch.isfinite(norms) & (norms > 0)).nonzero().flatten()
+    kept = (torch.isfinite(norms) & have_direction(norms, matrix.dtype)).nonzero().flatten()
     n = len(kept)
     total, following, last = torch.zeros(matrix.shape[1], dtype=torch.float64), 0.0, None
     for rows in kept.split(max(1, PRODUCT // max(1, matrix.shape[1]))):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.blocks import row_blocks
-from gonio.geometry.norms import Array, as_real, widen
+from gonio.geometry.norms import Array, as_real, check_finite, widen
 
 Scales = Literal["tensor", "channel"] | int
 """What shares a scale: all entries, those of a row, or so many consecutive entries of a row."""
@@ -39,8 +39,8 @@ def fake_quantize(weight: Array, *, bits: int = 8, per: Scales = "channel", mapp
         mapping: `symmetric`, or `asymmetric` with an integer zero point z.
 
     Returns: A tensor of the weight's shape and dtype, without a gradient; zeros stay zeros.
-    Raises: InvalidArgumentError for other bits, scales or mappings, for groups that do not divide d, or for a tensor
-        that has no rows.
+    Raises: InvalidArgumentError for other bits, scales or mappings, for groups that do not divide d, for a tensor
+        that has no rows, or for non-finite entries.
 
     Example:
         >>> gonio.geometry.fake_quantize(torch.tensor([[1.0, 0.3, -0.75], [10.0, 4.0, 0.0]]), bits=4)
@@ -65,7 +65,7 @@ def quantization_error(
     :math:`1 / (\sqrt{3}\,(2^b - 1))`, to a good approximation: one large entry costs all that share its scale.
 
     Invariances: a factor of all entries that share a scale.
-    Cost: two reads of the weight, in blocks.
+    Cost: three reads of the weight, in blocks.
     Raises: InvalidArgumentError, as :func:`fake_quantize`.
 
     Example:
@@ -74,7 +74,7 @@ def quantization_error(
         ['9.1%', '6.7%']
     """
     x = _checked(weight, bits, per, mapping, "quantization_error")
-    x = x.unsqueeze(0) if x.ndim < 2 else x
+    x = x.reshape(1, -1) if x.ndim < 2 else x
     matrices = x.flatten(0, -3) if x.ndim > 2 else x.unsqueeze(0)
     ends = [_ends(rows, mapping) for m in matrices for _, rows in row_blocks(m)] if x.numel() else []
     least, largest = (min(float(a) for a, _ in ends), max(float(b) for _, b in ends)) if ends else (0.0, 0.0)
@@ -103,6 +103,7 @@ def _checked(weight: Array, bits: int, per: Scales, mapping: Mapping, function: 
     if size and x.shape[-1] % size:
         found = f"groups of {size} in rows of {x.shape[-1]}"
         raise InvalidArgumentError(f"{function}(per=) is a size that divides the length of a row", found, "Choose one.")
+    check_finite(x, function)
     return x
 
 

@@ -27,7 +27,6 @@ from pydantic import TypeAdapter
 from gonio.errors import GonioError
 from gonio.escaping import write_text
 from gonio.measuring.engines import versions
-from gonio.measuring.figures.tensor import FAILED
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import CheckpointPart, Source, files_read
 from gonio.messages import Message, say
@@ -87,7 +86,7 @@ class Cache(Generic[Row]):
         """Write the rows if every tensor was read and the files are still the same."""
         rows: list[Any] = [*self.rows.values()]
         whole = kind is None and not self.made and len(rows) == len(self._expected)
-        read = not any(row.reason.startswith(FAILED) for row in rows)  # the next time may do better
+        read = not any("failed" in row.marks for row in rows)  # the next time may do better
         if whole and read and self._key and self._hashed() == self._key:
             with suppress(OSError):
                 self._write()

@@ -194,6 +194,10 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
         x, y, lower = _widest_pair(network, points, steps, seed)
         gains = _Distances(graph, set(bounds.upper)).between(x, y)
     upper = bounds.upper.get(graph.nodes[-1], 0.0)
+    if lower > upper:
+        why = f"two inputs show a constant of {lower:.3g} at least, its layers state {upper:.3g} at most"
+        do = "Correct what is registered for its layers, or remove what changes them; outputs that are constant but "
+        raise NotApplicableError("certify", "", why, f"{do}for rounding have no bound.", action="bound")
     head = _head_of(graph, bounds.upper)
     return Certificate(upper=upper, lower=lower, rows=bounds.rows(gains), network=network, head=head)
 

@@ -24,7 +24,7 @@ from gonio.measuring.reading.entry import FACTOR, LOW_RANK, UNKNOWN
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
-from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
+from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
 from gonio.measuring.showing.table import Table, fitting, markdown_table, reasons, tensor_table
 from gonio.measuring.showing.usual import beside_trained, kinds_of
 from gonio.messages import Message, counted, joined, local, say
@@ -209,12 +209,15 @@ class Measurements(Table[TensorMeasurement]):
 
     def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[TensorMeasurement], str]:
         """The layers that have a row of their own, with groups and a sentence where these are not all."""
-        layers = self.layers
-        if len(layers) <= on.longest:
-            return None, layers, ""
-        found = {finding.path for finding in self.findings}
-        shown = standing_out(layers, found, lambda t: abs(t.alignment_z or 0.0), on.most)
-        return grouped(layers, GROUPED), shown, said_of(len(shown), len(layers), "layers", "the largest |z|")
+        return rows_shown(
+            self.layers,
+            on,
+            first={finding.path for finding in self.findings},
+            score=lambda t: abs(t.alignment_z or 0.0),
+            figures=GROUPED,
+            noun="layers",
+            by="the largest |z|",
+        )
 
     def plot(self, figure: str = "alignment", ax: Axes | None = None) -> Figure:
         """One figure of all layers along the depth of the model, see :func:`gonio.plots.depth`."""

@@ -22,7 +22,7 @@ from gonio.measuring.showing.widths import widths_page
 from gonio.messages import say
 from gonio.pages.tables import number
 from gonio.surgery import sites
-from gonio.surgery.equivalent import call
+from gonio.surgery.equivalent import call, first_input
 
 TOLERANCE = 0.25  # of an exponent, in which small widths and few steps are not told from 0
 
@@ -229,17 +229,18 @@ def _run(model: nn.Module, batch: tuple[Any, Any], loss: Loss, make: Any, steps:
     outputs: dict[str, Tensor] = {}
     expected: dict[str, float] = {}
 
-    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+    def keep(module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         leaf = next((t for t in tree_leaves(output) if isinstance(t, Tensor)), None)
         if leaf is not None and layers[module] not in outputs:
             if leaf.requires_grad:
                 leaf.retain_grad()
             outputs[layers[module]] = leaf
             if isinstance(module, nn.Linear):
-                size = _rms(module.weight.detach()) * sqrt(module.in_features) * _rms(arguments[0].detach())
+                size = _rms(module.weight.detach()) * sqrt(module.in_features)
+                size *= _rms(first_input(arguments, keywords).detach())
                 expected.setdefault(layers[module], size)
 
-    handles = [layer.register_forward_hook(keep) for layer in layers]
+    handles = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
     try:
         trainer = make(model)
         for step in range(steps + 1):

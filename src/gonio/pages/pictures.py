@@ -309,8 +309,8 @@ def learning_curves(
     for name, color in shown.items():
         ended = _curves([run for run in runs if run.recipe == name and run.status == "finished"], key)
         xs = [pace[name] * (epoch + 1) for epoch in range(ended.shape[1])]
-        lows, middles, highs = ([_known(reduced(column)) for column in ended.T]
-                                for reduced in (np.nanmin, np.nanmedian, np.nanmax))  # fmt: skip
+        lows, middles, highs = ([_known(reduced, column) for column in ended.T]
+                                for reduced in (np.min, np.median, np.max))  # fmt: skip
         marks += (
             [Area(xs, lows, highs, color), Line(xs, middles, color, dash=color == "base", label=name)] if xs else []
         )
@@ -323,12 +323,14 @@ def learning_curves(
     return Picture(title, x, y, tuple(marks), height=190, series=None if paces else series)
 
 
-def _known(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _known(reduced: Callable[[Floats], Any], column: Floats) -> float | None:
+    """What a function gives of the known values; None without one."""
+    known = column[np.isfinite(column)]
+    return float(reduced(known)) if len(known) else None
 
 
 def _curves(runs: Sequence[Any], key: str) -> Floats:
-    """One curve per row, padded with NaN behind its end; a missing value is NaN, an epoch without any left out."""
+    """One curve per row, padded with NaN behind its end; a missing value is NaN."""
     curves = [run.curve.get(key) or [] for run in runs]
     made = np.full((len(curves), max(map(len, curves), default=0)), np.nan)
     for row, curve in zip(made, curves, strict=True):

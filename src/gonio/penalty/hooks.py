@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NoActivationError
 from gonio.execution import inside_backward, is_sharded
+from gonio.surgery.facts import only_reads
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,6 +49,7 @@ class OutputHook:
         self._live = True
         self._handle = module.register_forward_hook(self._see, prepend=True)  # before FSDP2 frees the weights
 
+    @only_reads
     def _see(self, module: nn.Module, args: Any, output: Tensor) -> None:
         if not self._live:
             return

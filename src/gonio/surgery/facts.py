@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd, inf, prod, sqrt
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from gonio.editing.twin import copy_of
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.certified import nonnegative_norm
 from gonio.seeding import generator, state_kept
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WEIGHTED = (nn.Linear, nn.Bilinear, *CONVOLUTIONS)
@@ -130,6 +132,35 @@ def _foreign(kind: type) -> Facts | None:
     stated = _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")
     there = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None)
     return stated if stated is not None and there is kind else None
+
+
+# --- hooks --------------------------------------------------------------------------------------------
+
+_READING: set[Any] = set()
+
+
+def only_reads(hook: Hook) -> Hook:
+    """Register a method as a forward hook that changes neither inputs nor outputs; a decorator."""
+    _READING.add(hook)
+    return hook
+
+
+def may_change(hook: Any) -> bool:
+    """Whether a forward hook is none that was registered to read only. What runs is told by identity, not by name."""
+    return getattr(hook, "__func__", type(hook).__call__) not in _READING
+
+
+def has_changing_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks that may change its inputs or its output.
+
+    Example:
+        >>> from gonio.surgery.facts import has_changing_hooks
+        >>> layer = nn.Linear(2, 2)
+        >>> _ = layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+        >>> has_changing_hooks(layer)
+        True
+    """
+    return any(map(may_change, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
 # --- which forward runs -------------------------------------------------------------------------------

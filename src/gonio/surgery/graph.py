@@ -35,6 +35,7 @@ from gonio.surgery.facts import (
     computes_as,
     computes_plainly,
     facts_of,
+    has_changing_hooks,
     measure,
     tail_of,
 )
@@ -143,8 +144,7 @@ class Graph:
         readers = [self.read_outside[id(p)] for p in own if id(p) in self.read_outside]
         if readers:
             return say("{path} has a weight that {reader} reads too", path=path, reader=readers[0])
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("gonio.") for hook in hooks):  # gonio's only read
+        if has_changing_hooks(module):
             return say("{path} has forward hooks, which may change its output", path=path)
         return ""
 

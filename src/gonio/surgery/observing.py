@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gonio.messages import say
 from gonio.surgery.blocks import Anatomy, Attention
+from gonio.surgery.facts import only_reads
 from gonio.surgery.products import MASKED, Product, Products
 
 _ENTRIES = 2**24  # of the logits that are computed at once
@@ -39,6 +40,7 @@ class Observer(ABC):
     def multiplied(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> None:
         """Of a fused kernel, the queries (…, queries, size), the keys as often as these, and its other arguments."""
 
+    @only_reads
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """The hook before the forward; :class:`_Leave` is the one after it."""
         mode = _Reading(self) if self.wants(module) and not torch.compiler.is_compiling() else None
@@ -62,6 +64,7 @@ class Observer(ABC):
 class _Leave:
     observer: Observer
 
+    @only_reads
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.observer.leave()
 
@@ -71,6 +74,7 @@ class _Pause:
     observer: Observer
     by: int
 
+    @only_reads
     def __call__(self, *_: Any) -> None:
         self.observer.pause(self.by)
 

@@ -23,6 +23,7 @@ from gonio.seeding import generator, state_kept
 from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation, tensors_in
+from gonio.surgery.facts import may_change
 from gonio.surgery.recording import Part
 
 _SWEEPS = 10_000
@@ -358,10 +359,8 @@ class TwinTrial(ABC, Generic[Change]):
             changed = {**self.start, **values}
             tried = {name: nn.Parameter(value, requires_grad=False) for name, value in changed.items()}
             for module in plain.modules() if plain is not unwrapped(self.model) else ():
-                for hooks in (module._forward_hooks, module._forward_pre_hooks):  # gonio's only read
-                    for key in [
-                        k for k, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("gonio.")
-                    ]:
+                for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                    for key in [key for key, hook in hooks.items() if not may_change(hook)]:
                         del hooks[key]
             try:
                 set_tensors_(plain, {id(self.parameters[name]): value for name, value in tried.items()})

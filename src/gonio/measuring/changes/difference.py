@@ -20,17 +20,16 @@ from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.moved import copied, with_origins
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
-from gonio.measuring.changes.sources import TunedModel, base_entries, layout_of_pair, tuned, values_of
+from gonio.measuring.changes.sources import NotCompared, TunedModel, base_entries, layout_of_pair, tuned, values_of
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.journal import Journal
-from gonio.measuring.reading.adapters import Fault
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
-from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, grouped, said_of, standing_out
+from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
 from gonio.measuring.showing.table import Column, PagedTable, figures, markdown_table, reasons, tensor_table
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
@@ -230,17 +229,21 @@ class Differences(PagedTable[TensorDifference]):
 
     def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[TensorDifference], str]:
         """The tensors that have a row, largest change first, with groups and a sentence where these are not all."""
-        if len(self.moved) <= on.longest:
-            return None, self.largest, ""
-        found = {finding.path for finding in self.findings}
-        shown = standing_out(self.largest, found, lambda t: -1.0 if t.relative is None else t.relative, on.most)
-        said = said_of(len(shown), len(self.moved), "tensors", "the largest changes")
-        return grouped(self.moved, GROUPED), shown, said
+        return rows_shown(
+            self.largest,
+            on,
+            first={finding.path for finding in self.findings},
+            score=lambda t: -1.0 if t.relative is None else t.relative,
+            figures=GROUPED,
+            tensors=self.moved,
+            noun="tensors",
+            by="the largest changes",
+        )
 
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
         rows, (groups, shown, said) = self.moved, self._shown(PAGE)
         mapped = layer_map(rows, self.findings, changed_lanes(rows), shown, every=self.tensors)
-        parts = {"rows": shown, "groups": groups, "said": said, "blocks": self.depth[: PAGE.most]}
+        parts = {"rows": shown, "groups": groups, "said": said, "most": PAGE.most}
         return render("differences.html.j2", whole=whole, d=self, columns=COLUMNS, made=made, map=mapped, **parts)
 
     def __repr__(self) -> str:
@@ -419,14 +422,16 @@ def _opened(base: Source, after: Sequence[Source]) -> tuple[dict[str, TensorEntr
 def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel]) -> tuple[Rows, Deltas]:
     rows: Rows = []
     changes: Deltas = []
-    before: Tensor | str | None = None
+    before: Tensor | NotCompared | None = None
     for model in models:
         entry, change = model.entries.get(name), None
         if entry is None and held is not None and model.rest_equal:
             row = _row(name, "equal", shape=held.shape or ())
         elif entry is None or held is None:
-            why = entry.reason if entry is not None and isinstance(entry.reason, Fault) else ""
-            row = _row(name, "not compared", why or f"only {'after' if held is None else 'before'}")
+            only = NotCompared(f"only {'after' if held is None else 'before'}")
+            row = _not_compared(
+                name, NotCompared(entry.reason, "adapter") if entry is not None and entry.fault else only
+            )
         else:
             before = values_of(held, "before") if before is None else before
             row, change = _row_of(name, held, entry, before)
@@ -435,22 +440,27 @@ def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel])
     return rows, changes
 
 
-def _row(name: str, status: str, reason: str = "", **values: Any) -> TensorDifference:
+def _row(name: str, status: str, **values: Any) -> TensorDifference:
     path = name.removesuffix(".weight")
-    return TensorDifference(name=name, path=path, status=status, reason=reason, **values)
+    return TensorDifference(name=name, path=path, status=status, **values)
+
+
+def _not_compared(name: str, why: NotCompared, **values: Any) -> TensorDifference:
+    return _row(name, "not compared", reason=why.reason, cause=why.cause, **values)
 
 
 def _row_of(
-    name: str, held: TensorEntry, entry: TensorEntry, before: Tensor | str
+    name: str, held: TensorEntry, entry: TensorEntry, before: Tensor | NotCompared
 ) -> tuple[TensorDifference, StoredDifference | None]:
-    if isinstance(before, str):
-        return _row(name, "not compared", before), None
+    if isinstance(before, NotCompared):
+        return _not_compared(name, before), None
     after = values_of(entry, "after")
-    if isinstance(after, str):
+    if isinstance(after, NotCompared):
         unknown = {"change_norm": nan} if entry.role == "unknown" else {}
-        return _row(name, "not compared", after, **unknown), None
+        return _not_compared(name, after, **unknown), None
     if before.shape != after.shape:
-        return _row(name, "not compared", f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"), None
+        shapes = f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"
+        return _not_compared(name, NotCompared(shapes)), None
     dtype = torch.promote_types(before.dtype, after.dtype)
     rounded = _is_rounded(before, after.to(before.device))
     before, after = before.to(dtype), after.to(before.device, dtype)

@@ -59,8 +59,8 @@ def _origin(
 ) -> str:
     """The name in the base of the weight with the values of this one after; empty if there is none."""
     after = values_of(model.entries[name], "after")
-    norm = 0.0 if isinstance(after, str) else norm_of(after)
-    if isinstance(after, str) or not norm:  # zeros come from nowhere
+    norm = norm_of(after) if isinstance(after, Tensor) else 0.0
+    if not isinstance(after, Tensor) or not norm:  # zeros come from nowhere
         return ""
     near = sorted((abs(n - norm), other) for n, each, other in known if each == shape and other != name)
     closest = [other for distance, other in near[:_TRIED] if distance <= _NEAR_ROUNDED * norm]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import radians, sqrt
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.geometry import Layout, matrix_view, principal_angles
-from gonio.geometry.blocks import HELD, Stored, StoredDifference, frobenius_norm
+from gonio.geometry.angles import turned
+from gonio.geometry.blocks import HELD, Stored, StoredDifference, frobenius_norm, safe_scale
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
@@ -30,12 +31,16 @@ RADIAL = 0.2  # largest angle of a filter, over the relative change, below which
 UNIFORM = 0.01  # of the change of the norms, by which they differ where all filters are scaled alike
 
 
+Cause = Literal["", "nonfinite", "adapter"]
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TensorDifference:
     r"""One tensor of both sources, W before and :math:`W' = W + \Delta` after; filters are rows w.
 
     Attributes:
-        status: `compared`, `equal` (every value), or `not compared`, with the reason.
+        status: `compared`, `equal` (every value), or `not compared`, with the reason. `cause`: of the reason: values
+            that are not finite, or an `adapter` that does not fit its base; else empty.
         relative: :math:`\lVert \Delta \rVert / \lVert W \rVert`; None from a zero tensor. `norm`, `change_norm`: its
             parts.
         norm_ratio: median over filters of the norm after over the norm before.
@@ -70,6 +75,7 @@ class TensorDifference:
     path: str
     status: str
     reason: str = ""
+    cause: Cause = ""
     shape: tuple[int, ...] = ()
     relative: float | None = None
     norm_ratio: float | None = None
@@ -144,6 +150,10 @@ class TensorDifference:
 @torch.no_grad()
 def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) -> dict[str, Any]:
     """The figures of two finite tensors of one shape and dtype that differ, read in blocks as they are stored."""
+    scale = max(map(_scale, (before, after)))
+    if scale != 1:  # squares may leave the range of float64
+        found = figures_of(before / scale, after / scale, layout, name)
+        return found | {part: found[part] * scale for part in ("norm", "change_norm")}
     values: dict[str, Any] = {"shape": tuple(before.shape)}
     views = None if layout is None or before.ndim < 2 else [matrix_view(x, layout) for x in (before, after)]
     bases: list[BaseDirections] = []
@@ -164,6 +174,10 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
             chance = _intruders_by_chance(bases, views[0], moved, name)
             values |= {"intruders_random": len(chance), "intruders_first_random": _first(chance)}
     return values
+
+
+def _scale(tensor: Tensor) -> float:
+    return safe_scale(tensor.reshape(1, -1)) if tensor.dtype == torch.float64 else 1.0
 
 
 def norm_of(stored: Stored) -> float:
@@ -193,10 +207,7 @@ def _turned(filters: StoredDifference) -> dict[str, float]:
     if not bool(alive.any()):
         return {}
     norms, inner, moved, norms_after = (x[alive] for x in (norms, inner, moved, norms_after))
-    radial = inner / norms.sqrt()
-    tangential = (moved - radial.square()).clamp_min(0)
-    tangential = torch.where(tangential > 1e-14 * moved, tangential, 0).sqrt()  # below this only rounding
-    angles = torch.atan2(tangential, norms.sqrt() + radial)
+    angles = turned(norms, moved, inner)
     ratios = (norms_after / norms).sqrt()
     degrees, magnitudes = torch.rad2deg(angles), (ratios - 1).abs()
     values = {

@@ -8,9 +8,7 @@ from math import prod, sqrt
 
 from gonio.errors import listing
 from gonio.measuring.changes.pair import FIRST, TensorDifference
-from gonio.measuring.changes.sources import NONFINITE
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, rule, worst_first
-from gonio.measuring.reading.adapters import Fault
 from gonio.messages import are, say
 
 MORE = 2  # intruders than a random change of the same norm makes, of all top directions or of the largest
@@ -62,7 +60,7 @@ PAIR_RULES: dict[str, FindingRule[Pairing]] = {}
 
 @rule("G001", TENSOR_RULES)
 def _nonfinite(t: TensorDifference) -> str | None:
-    return t.reason if t.reason.startswith(NONFINITE) else None
+    return t.reason if t.cause == "nonfinite" else None
 
 
 @rule("G501", TENSOR_RULES)
@@ -88,7 +86,7 @@ def _intruders(t: TensorDifference) -> str | None:
 
 @rule("G713", TENSOR_RULES)
 def _misfit(t: TensorDifference) -> str | None:
-    return t.reason if isinstance(t.reason, Fault) else None
+    return t.reason if t.cause == "adapter" else None
 
 
 @rule("G502", TENSOR_RULES)

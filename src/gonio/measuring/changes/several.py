@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod, sqrt
@@ -24,6 +24,7 @@ from gonio.measuring.findings.rules import Finding, findings_by, markdown_findin
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
+from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
 from gonio.measuring.showing.table import Column, PagedTable, markdown_table, tensor_table
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
@@ -77,6 +78,11 @@ COLUMNS: tuple[Column[Agreement], ...] = (
     C("sign_mean", "signs", "share of entries changed in the same direction; by chance 0.5", 6),
     C("kept", "kept", "norm of the mean change over the mean of the norms", 6),
     C("kept_random", "chance", "the same for orthogonal changes", 6),
+)
+GROUPED: tuple[tuple[str, str, Callable[[Agreement], float | None]], ...] = (
+    (say("cosine"), "between two changes: mean over the pairs", lambda a: a.cosine_mean),
+    (say("signs"), "share of entries changed in the same direction; by chance 0.5", lambda a: a.sign_mean),
+    (say("kept"), "norm of the mean change over the mean of the norms", lambda a: a.kept),
 )
 KEPT = ("cosine_mean", "chance", "kept", "kept_random", "cosine_min", "sign_mean", "relative")
 
@@ -176,9 +182,24 @@ class Changes(PagedTable[Agreement]):
         table = markdown_table("tensor", [self.whole, *self.tensors], COLUMNS)
         return "\n".join([head, "", self.verdict, "", *said, *table, "", markdown_cell(self.coverage), ""])
 
+    def _shown(self, on: Medium) -> tuple[Grouped | None, Sequence[Agreement], str]:
+        """The tensors that have a row, lowest cosine first, with groups and a sentence where these are not all."""
+        return rows_shown(
+            self.by_cosine,
+            on,
+            first={finding.path for model in self.models for finding in model.findings},
+            score=lambda a: -2.0 if a.cosine_mean is None else -a.cosine_mean,
+            figures=GROUPED,
+            tensors=self.tensors,
+            noun="tensors",
+            by="the lowest cosines",
+        )
+
     def _page(self, *, whole: bool, made: tuple[tuple[str, str], ...]) -> str:
-        shown = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors), every=self.tensors)
-        return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS, made=made, map=shown)
+        groups, shown, said = self._shown(PAGE)
+        mapped = layer_map(self.tensors, self.all_findings, agreement_lanes(self.tensors), shown, every=self.tensors)
+        parts = {"rows": shown, "groups": groups, "said": said, "most": PAGE.most}
+        return render("changes.html.j2", whole=whole, c=self, columns=COLUMNS, made=made, map=mapped, **parts)
 
     def __repr__(self) -> str:
         return f"<Changes of {len(self.models)} models, {counted(len(self.tensors), 'tensor')}>"
@@ -189,7 +210,12 @@ class Changes(PagedTable[Agreement]):
         yield Text("")
         yield from render_findings(self.all_findings)
         yield from self._cosines()
-        yield tensor_table("tensor", [self.whole, *self.by_cosine], COLUMNS, KEPT, options.max_width)
+        groups, shown, said = self._shown(TERMINAL)
+        if groups is not None:
+            yield groups.rich()
+            yield Text("")
+            yield Text(local(said), style="dim")
+        yield tensor_table("tensor", [self.whole, *shown], COLUMNS, KEPT, options.max_width)
         yield Text("")
         yield Text(local(self.coverage), style="dim")
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
-from gonio.measuring.reading.adapters import Fault, Places, no_weight
+from gonio.measuring.changes.pair import Cause
+from gonio.measuring.reading.adapters import Places, Unfit, no_weight
 from gonio.measuring.reading.entry import ADDITIVE_MASK, TensorEntry, is_additive_mask, numbers_of
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
@@ -20,7 +21,6 @@ from gonio.messages import counted, said_by, say
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
-NONFINITE = "NaN or infinite values"
 
 _OF_PEFT = "base_model.model."  # before the names of a model in peft's wrapper
 
@@ -80,7 +80,7 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         name = names.get(adapter.weight, adapter.weight)
         held = made[name] if name in made and made[name].load is not None else base.get(name)
         alone |= held is None
-        missing = TensorEntry(name, "", None, None, no_weight(adapter.path))
+        missing = TensorEntry(name, "", None, None, no_weight(adapter.path), fault=True)
         made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
     unread = _unread(made, base, found, names, places)
     alone |= any(name not in base and name not in dict(unread) for name in made)
@@ -179,22 +179,31 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 # --- reading a pair --------------------------------------------------------------------------------------------------
 
 
-def values_of(entry: TensorEntry, when: str) -> Tensor | str:
+@dataclass(frozen=True)
+class NotCompared:
+    """Why a tensor of one source has no values to compare, and what is the cause where a rule asks for it."""
+
+    reason: str
+    cause: Cause = ""
+
+
+def values_of(entry: TensorEntry, when: str) -> Tensor | NotCompared:
     """The values, all finite, in their own dtype of two bytes or more, or the reason why there are none."""
     if entry.load is None or entry.role == "unknown":
-        return entry.reason
+        return NotCompared(entry.reason, "adapter" if entry.fault else "")
     try:
         found = numbers_of(entry.load())
+    except Unfit as error:
+        return NotCompared(said_by(error), "adapter")
     except Exception as error:  # numbers of a file, or code of a tensor's class, can provoke any of them
-        said = said_by(error)
-        return said if isinstance(said, Fault) else f"cannot be read: {error}"
+        return NotCompared(f"cannot be read: {error}")
     if found.tensor is None:
-        return found.reason
+        return NotCompared(found.reason)
     values = found.tensor.float() if found.tensor.element_size() == 1 else found.tensor
     nonfinite, _ = count_nonfinite(values)
     if nonfinite and is_additive_mask(values, nonfinite):
-        return ADDITIVE_MASK
-    return f"{NONFINITE} {when}" if nonfinite else values
+        return NotCompared(ADDITIVE_MASK)
+    return NotCompared(f"NaN or infinite values {when}", "nonfinite") if nonfinite else values
 
 
 def layout_of_pair(before: TensorEntry, after: TensorEntry) -> Layout | None:

@@ -30,11 +30,13 @@ from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.source import (
+    CONFIGURATIONS,
     configured,
     name_of,
     of_damaged,
     optimizer_of,
     padding_beside,
+    quantisation_of,
     small_json,
 )
 from gonio.measuring.showing.table import Table
@@ -135,8 +137,10 @@ class CheckResult(Table[TensorCheck]):
         """One sentence."""
         levels = Counter(finding.level for finding in self.findings)
         read = sum(not tensor.reason for tensor in self.tensors)
-        counts = [counted(levels["error"], "error"), counted(levels["warn"], "warning")]
-        said = joined([count for count in counts if not count.startswith("0 ")], last=" and ")
+        counts = [
+            counted(levels[level], word) for level, word in (("error", "error"), ("warn", "warning")) if levels[level]
+        ]
+        said = joined(counts, last=" and ")
         if levels["error"]:
             return say("Damaged: {found}.", found=said)
         if not self.tensors:
@@ -332,10 +336,8 @@ def _without_scale(tensors: Sequence[TensorCheck]) -> Iterator[Problem]:
 
 def _contents(held: Inventory) -> CheckpointContents:
     folder = _folder(held)
-    config, adapter = (
-        {} if folder is None else small_json(folder / name) for name in ("config.json", "adapter_config.json")
-    )
-    architectures, quantisation = config.get("architectures"), config.get("quantization_config")
+    config, adapter, *older = ({} if folder is None else small_json(folder / name) for name in CONFIGURATIONS)
+    architectures, quantisation = config.get("architectures"), quantisation_of(config, *older)
     family = config.get("model_type") or (architectures[0] if isinstance(architectures, list) and architectures else "")
     inner = config.get("text_config")  # of a model of several modalities
     config = {**inner, **config} if isinstance(inner, dict) else config
@@ -344,7 +346,7 @@ def _contents(held: Inventory) -> CheckpointContents:
         for what, names in _NUMBERS.items()
     }
     model = [place for place in held.places if not place.beside]
-    method = quantisation.get("quant_method", "unnamed") if isinstance(quantisation, dict) else ""
+    method = quantisation.get("quant_method", "unnamed") if quantisation else ""
     return CheckpointContents(
         family=str(family),
         parameters=sum(math.prod(place.shape) for place in model),

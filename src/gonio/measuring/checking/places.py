@@ -63,7 +63,8 @@ class Place:
         open: a context with a function that fills an array from the given byte of the tensor on.
         values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised; :data:`CODES` of
             packed codes that are stored as floats.
-        beside: whether it is not of the model. `reason`: why it cannot be read. `state`: whether it is an optimizer's.
+        beside: whether it is not of the model. `reason`: why it cannot be read. `damaged`: whether that is
+            damage. `state`: whether it is an optimizer's.
     """
 
     name: str
@@ -76,17 +77,24 @@ class Place:
     reason: str = ""
     values: str = ""
     state: bool = False
+    damaged: bool = False
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The tensors of a checkpoint, the problems of its files, remarks, the names of the files, texts of a header."""
+    """What a checkpoint holds.
+
+    Attributes:
+        places: its tensors. `problems`: of its files. `notes`: remarks. `files`: their names.
+        metadata: texts of a header. `objects`: names of what the model's state dict holds that is no tensor.
+    """
 
     places: tuple[Place, ...]
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
+    objects: tuple[str, ...] = ()
 
 
 def inventory(source: object) -> Inventory:
@@ -220,7 +228,10 @@ def _of_index(index: Path) -> Inventory:
     shards = [index.parent / shard for shard in dict.fromkeys(wanted.values())]
     held, problems = _of_files(shards)
     there = [shard for shard in shards if shard.is_file()]
-    names = {shard: [place.name for place in found.places] for shard, found in held.items()}
+    names = {
+        shard: [*(place.name for place in found.places), *(name for name in found.objects if name in wanted)]
+        for shard, found in held.items()
+    }
     problems += misplaced(wanted, doubled, names, {shard.name for shard in there})
     places = tuple(place for found in held.values() for place in found.places)
     notes = tuple(dict.fromkeys(note for found in held.values() for note in found.notes))
@@ -340,14 +351,15 @@ def _of_content(content: Any, file: str) -> Inventory:
         own = name.startswith(prefix) and name.removeprefix(prefix) in names
         place = _of_tensor(name.removeprefix(prefix) if own else name, value, file)
         places.append(replace(place, beside=not own, state=not own and name.startswith(starts)))
-        problems += [Problem("G704", place.name, place.reason)] if "claims" in place.reason else []
+        problems += [Problem("G704", place.name, place.reason)] if place.damaged else []
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
     notes += [
         _not_compared(content, [name for name in unknown if not any(one.startswith(f"{name}.") for one in starts)])
     ]
     notes = [note for note in notes if note]
     notes += [f"{others} other objects are not checked"] if others else []
-    return Inventory(tuple(places), tuple(problems), tuple(notes))
+    objects = tuple(str(name) for name, value in state.items() if not isinstance(value, (Tensor, type(None))))
+    return Inventory(tuple(places), tuple(problems), tuple(notes), objects=objects)
 
 
 def _not_compared(content: Any, unknown: Sequence[str]) -> str:
@@ -393,16 +405,17 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
         local = found.tensor
     local = local.detach()
     shape, dtype = header_of(local)
-    reason, size = "", 0
+    reason, size, damaged = "", 0, False
     if local.is_meta:
         reason = "on the meta device: it has no values"
     elif local.layout != torch.strided or local.is_quantized:
         reason = f"its layout {local.layout} is not read" if not local.is_quantized else "a quantised tensor of torch"
     elif is_blown_up(local):
         reason = f"claims {local.numel()} entries, of which {stored_entries(local)} are stored"
+        damaged = True
     else:
         size = local.nbytes
-    return Place(name, file, dtype, shape, size, partial(_in_memory, local), reason=reason)
+    return Place(name, file, dtype, shape, size, partial(_in_memory, local), reason=reason, damaged=damaged)
 
 
 @contextmanager

@@ -16,7 +16,16 @@ from torch.utils._pytree import tree_leaves
 from gonio.errors import NotApplicableError
 from gonio.geometry import layout_of, nonnegative_norm, operator_norm_bound
 from gonio.geometry.certified import ROUNDING
-from gonio.surgery.facts import SLOPES, TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of, tail_of
+from gonio.surgery.facts import (
+    SLOPES,
+    TORCH_NORMS,
+    UNKNOWN,
+    WEIGHTED,
+    applied_weight,
+    facts_of,
+    has_changing_hooks,
+    tail_of,
+)
 from gonio.surgery.graph import Graph, called_function, trace
 
 _SUMS = frozenset(("add", "iadd", "add_", "sub", "isub", "sub_"))
@@ -164,8 +173,7 @@ class UpperBounds(Interpreter):
 
     def _layer(self, node: fx.Node, terms: Sequence[fx.Node]) -> float:
         module: Any = self.traced.called(node)
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(not str(getattr(hook, "__module__", "")).startswith("gonio.") for hook in hooks):
+        if has_changing_hooks(module):
             raise self._refusal(node, "it has forward hooks, which may change its output")
         facts = facts_of(module)
         if facts.why_not_affine is not None and facts.why_not_affine(module) is None:

@@ -265,7 +265,7 @@ def _figures(state: ParameterState, rate: float | None, norms: dict[int, float])
                 norms[id(weight)] = float(row_norms(weight.load().reshape(1, -1)))
         norm = max(norms[id(weight)] for weight in weights)
         if norm and isfinite(norm):
-            made |= {"effective_rate": rate / norm**2} if state.name else {}
+            made |= {"effective_rate": rate / norm / norm} if state.name else {}
             made |= {} if moments.reason else {"relative_update": rate * sqrt(sums.update) / norm}
     return made
 

@@ -19,14 +19,18 @@ from gonio.errors import first_line
 from gonio.execution import derivatives, several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
+from gonio.geometry.views import has_filters
 from gonio.messages import say
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator, state_kept
 from gonio.surgery import Site, sites
 from gonio.surgery.calibrate import own_buffers
-from gonio.surgery.equivalent import call
+from gonio.surgery.equivalent import call, first_input
+from gonio.surgery.facts import computes_as, facts_of
 
+_OF_CHANNELS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
+_OF_LAST = (nn.LayerNorm, nn.RMSNorm)
 _COMPUTING = (Parametrization, nn.utils.parametrize.ParametrizationList)
 
 
@@ -43,7 +47,9 @@ class Signal:
         gain, norm_ratio: rms and norm of the output over those of the input; None where the layer has no
             tensor input.
         zeros: share of entries that are exactly 0.
-        units, dead_units: channels (dim 1, or the last of a 2- or 3-d output), and those that are 0 throughout.
+        units, dead_units: channels, and those that are 0 throughout: the outputs of a layer with filters, dim 1 after a
+            norm of channels, a pooling, or in more than three dimensions; as at the last such layer whose output has
+            the same shape, else the columns of a matrix. None where that does not tell them.
         nonfinite: entries that are NaN or infinite; they are left out of the other figures.
         calls: how often the layer ran.
         angles_read, angles_exact: root mean square of 90° − θ over pairs of filters, in degrees, estimated from the
@@ -72,8 +78,8 @@ class Signal:
     gain: float | None
     norm_ratio: float | None
     zeros: float
-    units: int
-    dead_units: int
+    units: int | None
+    dead_units: int | None
     nonfinite: int
     calls: int
     angles_read: float | None = None
@@ -179,7 +185,7 @@ def _first_statistics(model: nn.Module) -> Iterator[None]:
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     norms = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
     fresh = [m for m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked and _is_unseen(m)]
-    handles = [norm.register_forward_pre_hook(_use_batch) for norm in fresh]
+    handles = [norm.register_forward_pre_hook(_use_batch, with_kwargs=True) for norm in fresh]
     try:
         yield
     finally:
@@ -193,16 +199,17 @@ def _is_unseen(norm: nn.Module) -> bool:
     return not bool(norm.get_buffer("running_mean").any()) and not bool((norm.get_buffer("running_var") != 1).any())
 
 
-def _use_batch(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    several = inputs[0].numel() > inputs[0].shape[1]  # one value per channel has no variance
+def _use_batch(norm: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    x: Tensor = first_input(arguments, keywords)
+    several = x.numel() > x.shape[1]  # one value per channel has no variance
     norm.training = several
     norm.track_running_stats = not several  # type: ignore[assignment]
 
 
 @contextmanager
 def _hooked(layers: Iterable[nn.Module], hooks: _Outputs | _Gradients) -> Iterator[None]:
-    handles = [layer.register_forward_pre_hook(hooks.before) for layer in layers]
-    handles += [layer.register_forward_hook(hooks.after) for layer in layers]
+    handles = [layer.register_forward_pre_hook(hooks.before, with_kwargs=True) for layer in layers]
+    handles += [layer.register_forward_hook(hooks.after, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:
@@ -217,21 +224,25 @@ class _Outputs:
         self.layers = layers
         self.found: dict[nn.Module, Signal] = {}
         self.fed: dict[nn.Module, tuple[float, int]] = {}  # rms and number of entries
+        self.channels: dict[torch.Size, int] = {}  # the dimension of the channels in the last output of each shape
 
-    def before(self, module: nn.Module, inputs: Any) -> None:
-        source = _signal_in(inputs)
+    def before(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        source = _signal_in((arguments, keywords))
         if module not in self.fed and source is not None:
             self.fed[module] = _rms(source), source.numel()
 
-    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def after(self, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         if module in self.found:
             self.found[module] = replace(self.found[module], calls=self.found[module].calls + 1)
             return
         tensor = _signal_in(output)
         if tensor is not None:
-            figures = _figures(tensor, *self.fed.get(module, (0.0, 0)))
+            if (channels := _channels_of(module, tensor)) is not None:
+                self.channels[tensor.shape] = channels
+            channels = self.channels.get(tensor.shape, _USUAL.get(min(tensor.ndim, 4)))
+            figures = _figures(tensor, *self.fed.get(module, (0.0, 0)), channels)
             figures["angles_read"], figures["angles_exact"] = off_right_angle(module, tensor)
-            figures["train_eval_gap"] = train_eval_gap(module, inputs, output)
+            figures["train_eval_gap"] = train_eval_gap(module, arguments, keywords, output)
             ends = figures["rms"] == 0 and self._is_zeroed(module)
             path, kind = self.layers[module].path, type(module).__name__
             self.found[module] = Signal(path=path, kind=kind, calls=1, branch="ends" if ends else "", **figures)
@@ -269,8 +280,23 @@ def _is_signal(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
-def _figures(output: Tensor, fed: float, entries: int) -> dict[str, Any]:
-    units = output.movedim(1 if output.ndim > 3 else -1, 0).flatten(1) if output.ndim > 1 else output.unsqueeze(0)
+_USUAL = {2: 1, 4: 1}  # the dimension of the channels of so many or more, where no layer tells it
+
+
+def _channels_of(module: nn.Module, output: Tensor) -> int | None:
+    """The dimension of the output that counts the channels, if the type of the layer tells it."""
+    if has_filters(module):  # which make one channel each, at so many positions as the kernel has dimensions
+        weight: Any = module.weight
+        dim: int = output.ndim + 1 - weight.ndim
+        return dim if 0 <= dim < output.ndim else None
+    facts = facts_of(module)
+    if output.ndim > 1 and (facts.acts_on == "channels" or isinstance(module, _OF_CHANNELS)):
+        return 1
+    return output.ndim - 1 if isinstance(module, nn.RNNBase) or computes_as(module, _OF_LAST) else None
+
+
+def _figures(output: Tensor, fed: float, entries: int, channels: int | None) -> dict[str, Any]:
+    units = None if channels is None else output.movedim(channels, 0).reshape(output.shape[channels], -1)
     finite = torch.isfinite(output)
     values = output[finite].double()
     rms = _rms(output)
@@ -283,8 +309,8 @@ def _figures(output: Tensor, fed: float, entries: int) -> dict[str, Any]:
         "gain": gain,
         "norm_ratio": None if gain is None else gain * sqrt(output.numel() / entries),
         "zeros": float((output == 0).double().mean()),
-        "units": units.shape[0],
-        "dead_units": int((units == 0).all(1).sum()),
+        "units": None if units is None else len(units),
+        "dead_units": None if units is None else int((units == 0).all(1).sum()),
         "nonfinite": int((~finite).sum()),
     }
 
@@ -360,6 +386,9 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
     return hooks.found, ""
 
 
+Called = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class _Gradients:
     """Hooks that record each layer's first call."""
 
@@ -368,12 +397,13 @@ class _Gradients:
         self.sources: list[Tensor] = []  # inputs without a gradient of their own
         self.recording = True
 
-    def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Called | None:
         first = self.recording and module not in self.found
         gradient = self.found.setdefault(module, Gradient())
         if getattr(module, "inplace", False):
             return None  # it must write into the tensor that it was given
-        for index, argument in enumerate(arguments):
+        places: list[tuple[int | str, Any]] = [*enumerate(arguments), *keywords.items()]
+        for place, argument in places:
             if _is_signal(argument):
                 # A separate view, so that the gradients of other layers to the same tensor are not counted; in
                 # every call, because a checkpointed part must compute the same twice.
@@ -382,10 +412,12 @@ class _Gradients:
                     self.sources += [own] if own.is_leaf else []
                     gradient.constant = own.is_leaf and torch.is_grad_enabled()
                     own.register_hook(gradient.at_input)
-                return (*arguments[:index], own, *arguments[index + 1 :])
+                if isinstance(place, str):
+                    return arguments, {**keywords, place: own}
+                return (*arguments[:place], own, *arguments[place + 1 :]), keywords
         return None
 
-    def after(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+    def after(self, module: nn.Module, _arguments: Any, _keywords: Any, output: Any) -> None:
         gradient = self.found.get(module)
         if not self.recording or gradient is None or gradient.node is not None:
             return
@@ -420,7 +452,7 @@ def _leads_to(later: Node | None, earlier: Node | None) -> bool:
 
 
 @torch.no_grad()
-def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
+def train_eval_gap(norm: nn.Module, arguments: Any, keywords: Any, output: Any) -> float | None:
     """Root mean square of (output with the batch's statistics − `output`), over the deviation of `output`.
 
     None for modules without running statistics or before their first batch, for a batch without a variance (one value
@@ -431,7 +463,7 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
         return None
     if _is_unseen(norm) or not isinstance(output, Tensor) or output.numel() < 2:
         return None
-    trained = _in_training(norm, inputs)
+    trained = _in_training(norm, arguments, keywords)
     if trained is None:
         return None
     size = output.double().std(correction=0)
@@ -440,12 +472,12 @@ def train_eval_gap(norm: nn.Module, inputs: Any, output: Any) -> float | None:
     return found if size > 0 and found < float("inf") else None
 
 
-def _in_training(norm: nn.Module, inputs: Any) -> Tensor | None:
+def _in_training(norm: nn.Module, arguments: Any, keywords: Any) -> Tensor | None:
     """Its output in training mode; hooks do not run, and its buffers keep their values."""
     norm.training = True
     try:
         with own_buffers(norm):
-            found = norm.forward(*inputs)
+            found = norm.forward(*arguments, **keywords)
     except (ValueError, RuntimeError):  # a single value per channel; a norm that trains on other devices only
         return None
     finally:

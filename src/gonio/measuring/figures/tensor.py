@@ -23,9 +23,9 @@ from gonio.geometry import (
     quantization_error,
     welch_bound,
 )
-from gonio.geometry.blocks import COSINE_WIDTH, GramMatrix, NormSummary, count_nonfinite, row_norms
+from gonio.geometry.blocks import COSINE_WIDTH, GramMatrix, NormSummary, count_nonfinite, have_direction, row_norms
 from gonio.geometry.conv_operator import periodic_grid
-from gonio.geometry.duplicates import ROUNDING, SEARCHED, earliest_parallel
+from gonio.geometry.duplicates import ROUNDING, SEARCHED, earliest_parallel, zero_nonfinite
 from gonio.geometry.norms import computed_in
 from gonio.geometry.pairs import PairStatistics, neighbour_ratio, pair_statistics, pair_statistics_of_each
 from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, singular_values_of_each, spectrum_estimate
@@ -36,6 +36,7 @@ from gonio.measuring.reading.entry import (
     MAYBE_PADDING,
     NO_VARIANCE,
     ORDERED,
+    Mark,
     TensorEntry,
     are_sinusoids,
     fills_up,
@@ -58,7 +59,6 @@ ExtraFigures = Collection[Literal["operator_norm", "quantisation", "blocks"]]
 EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured on request
 _STACKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = (128, 32)  # entries that share a scale
-FAILED = "cannot be read"  # the begin of the reason of a tensor whose reading raised an exception
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
 SMALL = 1 << 16  # entries of a tensor up to which it is measured together with others of its shape
 LISTED = 1000  # filters of one kind that a row names
@@ -98,7 +98,8 @@ class TensorMeasurement:
 
     Attributes:
         status: `measured`; `no filters` (checked for non-finite values only); `skipped`.
-        reason: why it is not `measured`.
+        reason: why it is not `measured`. `notes`: remarks on how it was read; `marks`: what of them rules ask for.
+        negative_variances: running variances below 0.
         entries, nonfinite: number of entries, and of those that are NaN or infinite, without those of an additive
             mask. Filters with such entries are left out of all other figures.
         rms, frobenius: root mean square of the entries; square root of the sum of their squares.
@@ -146,6 +147,8 @@ class TensorMeasurement:
     status: str
     reason: str = ""
     notes: tuple[str, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    negative_variances: int = 0
     entries: int = 0
     nonfinite: int = 0
     first_nonfinite: tuple[int, ...] | None = None
@@ -298,7 +301,7 @@ def _guarded(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep:
             raise raw
         return _measured(entry, raw, extra_figures, deep=deep)
     except Exception as error:  # as in _loaded: a tensor's class may have code of its own too
-        return _row(entry, status="skipped", reason=f"{FAILED}: {first_line(error, 300)}")
+        return _row(entry, status="skipped", reason=f"cannot be read: {first_line(error, 300)}", marks=("failed",))
 
 
 @one_thread()
@@ -320,7 +323,7 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
         return {}
     norms = row_norms(matrices.reshape(k * n, d)).view(k, n)
     fine = torch.isfinite(stack.flatten(1).sum(1, dtype=computed_in(stack.dtype))) & torch.isfinite(norms.sum(1))
-    fine = (fine & (norms > 0).all(1) & ~may_be_fixed(stack)).nonzero().flatten()
+    fine = (fine & have_direction(norms, stack.dtype).all(1) & ~may_be_fixed(stack)).nonzero().flatten()
     if not len(fine):
         return {}
     figures = _filters_of_each(matrices[fine], norms[fine])
@@ -331,7 +334,7 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
     for number, values in zip((plainly[place] for place in fine.tolist()), figures, strict=True):
         entry = entries[number]
         in_order = entry.table and layout == PLAIN and _in_order(loaded[number].detach(), values)
-        values |= {"notes": (*entry.notes, ORDERED)} if in_order else {}
+        values |= {"notes": (*entry.notes, ORDERED), "marks": (*entry.marks, "ordered")} if in_order else {}
         values |= {"operator_norm": values["sigma_max"]} if whole else {}
         made[number] = _row(entry, **known, **values)
     return made
@@ -344,7 +347,7 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     numbers = numbers_of(raw)
     tensor, notes = numbers.tensor, (*entry.notes, *numbers.notes)
     known: dict[str, Any] = {"shape": tuple(raw.shape), "dtype": str(raw.dtype).removeprefix("torch.")}
-    known["entries"] = raw.numel()
+    known |= {"entries": raw.numel(), "marks": entry.marks}
     if tensor is None:
         part = entry.role == "part"
         status = "skipped" if numbers.skipped and not part else "no filters"
@@ -357,10 +360,10 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         known |= {"nonfinite": 0, "first_nonfinite": None}
         reason = ADDITIVE_MASK
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
-    if holds_variances(entry.name) and (negative := int((tensor < 0).sum())):
-        notes = (*notes, negative_variances(negative))
+    if holds_variances(entry.name) and (negative := int((tensor.to(computed_in(tensor.dtype)) < 0).sum())):
+        notes, known["negative_variances"] = (*notes, negative_variances(negative)), negative
     if holds_variances(entry.name) and tensor.numel() and not tensor.any():
-        notes = (*notes, NO_VARIANCE)
+        notes, known["marks"] = (*notes, NO_VARIANCE), (*known["marks"], "no variance")
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
@@ -371,14 +374,16 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     if entry.inferred and (why := why_no_filters(tensor, lone=lone)):
         return _row(entry, **known, status="no filters", reason=why, notes=notes)
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
+    marked: dict[Mark, str] = {}
     if values["zero_filters"] == 1 and values["zero_indices"][0] in entry.padding:
-        values["notes"] = (*values["notes"], MAYBE_PADDING)
+        marked["maybe padding"] = MAYBE_PADDING
     if entry.table and fills_up(values["zero_filters"], tensor.shape[0], values.get("zero_indices", ())):
-        values["notes"] = (*values["notes"], FILLED)
+        marked["filled"] = FILLED
     if entry.table and entry.layout == PLAIN and _in_order(tensor, values):
-        values["notes"] = (*values["notes"], ORDERED)
+        marked["ordered"] = ORDERED
+    known["marks"] = (*known["marks"], *marked)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
-    values["notes"] = (*values["notes"], *([said] if said else []))
+    values["notes"] = (*values["notes"], *marked.values(), *([said] if said else []))
     if "quantisation" in extra_figures and "sigma_max" in values:
         values |= _rounding_errors(matrix_view(tensor, entry.layout), prod(tensor.shape[2:]))
     return _row(entry, **known, status="measured", **values)
@@ -398,7 +403,7 @@ def _in_order(table: Tensor, values: dict[str, Any]) -> bool:
 
 def _row(entry: TensorEntry, **values: Any) -> TensorMeasurement:
     base = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": (), "dtype": ""}
-    return TensorMeasurement(**{**base, "notes": entry.notes, **values})
+    return TensorMeasurement(**{**base, "notes": entry.notes, "marks": entry.marks, **values})
 
 
 def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], *, deep: bool) -> dict[str, Any]:
@@ -490,8 +495,8 @@ def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple
     for index, matrix in enumerate(matrices):
         if matrix.numel() > SEARCHED:
             continue
-        finite = torch.isfinite(matrix).all(1, keepdim=True)
-        earliest = earliest_parallel(matrix.where(finite, 0), cosine=1 - ROUNDING)
+        wide = zero_nonfinite(matrix.to(computed_in(matrix.dtype)))
+        earliest = earliest_parallel(wide, cosine=1 - ROUNDING)
         copies = (earliest < torch.arange(n)).nonzero().flatten()
         found += zip((copies + index * n).tolist(), (earliest[copies] + index * n).tolist(), strict=True)
     return tuple(found) or (pairs.closest[::-1],)
@@ -559,7 +564,7 @@ def _operator_norm(
     if "operator_norm" not in extra_figures:
         return None, ""
     grid = periodic_grid(tensor.shape, layout, least=GRID)
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    wide = tensor.to(computed_in(tensor.dtype))
     try:
         found = conv_spectral_norm_estimate(wide, grid, layout=replace(layout, padding_mode="circular"))
     except GonioError as error:

@@ -155,6 +155,8 @@ def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
     """The layers most of whose units are 0 on the whole batch."""
     found, before = [], 0.0
     for signal in signals:
+        if signal.units is None or signal.dead_units is None:
+            continue
         share = signal.dead_units / max(1, signal.units)
         many = signal.dead_units >= signal.units / 2 + 2 * sqrt(signal.units) or (share == 1 and signal.units >= 8)
         if many and share != before and signal.branch == "":  # an equal share is that of the layer before
@@ -213,7 +215,7 @@ def _vanishing(facts: ModelFacts) -> str | None:
 
 def stale(signal: Signal) -> bool:
     """Whether a norm's running statistics are not those of the batch."""
-    values = prod(signal.shape) / max(1, signal.units)
+    values = prod(signal.shape) / max(1, signal.units or 1)
     least = max(0.5, 4 * sqrt(1.5 / max(1.0, values)))
     return signal.train_eval_gap is not None and signal.train_eval_gap > least
 

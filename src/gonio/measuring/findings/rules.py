@@ -28,18 +28,12 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.remedies import Prescription, success_rate
 from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import (
-    CONSTANT,
     FACTOR,
-    FILLED,
-    FIXED,
     LOW_RANK,
     MATRIX,
-    MAYBE_PADDING,
-    NEGATIVE,
     NO_VARIANCE,
-    ORDERED,
-    PADDING,
     TABLE,
+    negative_variances,
 )
 from gonio.messages import Message, are, counted, fixed, joined, local, say
 
@@ -346,9 +340,9 @@ def _of_adapter(t: TensorMeasurement) -> bool:
     return t.kind in (LOW_RANK, FACTOR)
 
 
-@rule("G102", WEIGHT_RULES, harmless=lambda t: FILLED in t.notes)
+@rule("G102", WEIGHT_RULES, harmless=lambda t: "filled" in t.marks)
 def _dead(t: TensorMeasurement) -> str | None:
-    padding = t.zero_filters == 1 and not {PADDING, MAYBE_PADDING}.isdisjoint(t.notes)
+    padding = t.zero_filters == 1 and not {"padding", "maybe padding"}.isdisjoint(t.marks)
     if not t.zero_filters or t.zero_filters == t.total_filters or padding or _of_adapter(t):
         return None
     return zero_filters(t.zero_filters, t.total_filters, t.zero_indices, t.dim or 0)
@@ -407,22 +401,22 @@ def _dominant(t: TensorMeasurement) -> str | None:
 
 @rule("G105", WEIGHT_RULES)
 def _negative_variance(t: TensorMeasurement) -> str | None:
-    return next((note for note in t.notes if note.endswith(NEGATIVE)), None)
+    return negative_variances(t.negative_variances) if t.negative_variances else None
 
 
 @rule("G107", WEIGHT_RULES)
 def _no_variance(t: TensorMeasurement) -> str | None:
-    return NO_VARIANCE if NO_VARIANCE in t.notes else None
+    return NO_VARIANCE if "no variance" in t.marks else None
 
 
 def _alike_on_purpose(t: TensorMeasurement) -> bool:
     """Whether its rows share directions by what it is: a fixed or constant table, a part or product of an adapter."""
-    return FIXED in t.notes or CONSTANT in t.notes or _of_adapter(t)
+    return "fixed" in t.marks or "constant" in t.marks or _of_adapter(t)
 
 
 def _not_like_random(t: TensorMeasurement) -> bool:
     """Whether its rows share directions on purpose, or in their order, as positions do."""
-    return ORDERED in t.notes or _alike_on_purpose(t)
+    return "ordered" in t.marks or _alike_on_purpose(t)
 
 
 @rule("G201", WEIGHT_RULES)

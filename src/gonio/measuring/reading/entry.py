@@ -22,8 +22,10 @@ from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
 from gonio.messages import Message, are, counted, fixed, say
 
+Mark = Literal["padding", "maybe padding", "filled", "fixed", "constant", "ordered", "no variance", "failed"]
+"""What rules ask of a tensor beside its figures; a note says each to the reader, but for a `failed` reading."""
+
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
-NEGATIVE = "negative"  # the end of the note on running variances below 0
 NO_VARIANCE = fixed("every running variance is 0")
 USUAL_PADDING = (0, 1)  # the first row, as in BERT and T5, or the second one, as in RoBERTa, BART and MPNet
 MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
@@ -59,9 +61,11 @@ class TensorEntry:
         load: reads the tensor; called once. The tensor is released before the next one is read.
         reason: why it has no filters, or why it cannot be measured at all.
         notes: remarks for the reader, for example that the layout was inferred from the shape.
+        marks: what of them rules ask for.
         shape, dtype: as far as they are known without reading the tensor; None and "" for a computed weight.
         role: "part" of a weight that is computed from several tensors, or of an "adapter": neither is a weight of the
             plain model. "unknown" for a weight whose values are not known: `load` gives NaN, `reason` says why.
+        fault: whether an adapter, or the choice of its base, is at fault for this.
         weight_name: of a computed weight, its name in the plain model, if `name` is another one.
         inferred: whether the layout follows from name and shape alone, so that the values are held against it.
         padding: of a matrix in a file that may be an embedding, the rows of which one is 0 if it has a padding row.
@@ -77,10 +81,16 @@ class TensorEntry:
     shape: tuple[int, ...] | None = None
     dtype: str = ""
     role: Literal["", "part", "adapter", "unknown"] = ""
+    fault: bool = False
     weight_name: str = ""
     inferred: bool = False
     padding: tuple[int, ...] = ()
     table: bool = False
+    marks: tuple[Mark, ...] = ()
+
+    def marked(self, mark: Mark, note: str) -> TensorEntry:
+        """The same entry with a mark, and with the note that says it."""
+        return replace(self, marks=(*self.marks, mark), notes=(*self.notes, note))
 
     @property
     def path(self) -> str:
@@ -94,7 +104,9 @@ class TensorEntry:
     def unknown(self, reason: str) -> TensorEntry:
         """The same tensor with values that are not known."""
         shape = self.shape or ()
-        return replace(self, load=lambda: torch.full(shape, torch.nan), reason=reason, role="unknown", notes=())
+        return replace(
+            self, load=lambda: torch.full(shape, torch.nan), reason=reason, role="unknown", notes=(), marks=()
+        )
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
                 entry = _entry_of(site, name, path, tensor, computed.get(name))
                 table = isinstance(site.module, TABLES) and name == "weight" and tensor is not None
                 if table:
-                    entry = replace(entry, notes=(*entry.notes, *_not_learned(tensor, trained)), table=True)
+                    entry = replace(_not_learned(entry, tensor, trained), table=True)
                 made.append(entry)
             else:
                 reason = f"tied to {first}, where it is measured"
@@ -131,23 +131,24 @@ def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Rea
         return TensorEntry(path, type(site.module).__name__, None, None, said)
 
 
-def _not_learned(table: Tensor | None, trained: bool) -> Iterator[str]:
-    """Why the rows of a table are alike without having been learned."""
+def _not_learned(entry: TensorEntry, table: Tensor | None, trained: bool) -> TensorEntry:
+    """The entry of a table, marked where its rows are alike without having been learned."""
     if trained and isinstance(table, nn.Parameter) and not table.requires_grad:
-        yield FIXED
+        entry = entry.marked("fixed", FIXED)
     if type(table) is not nn.Parameter or table.is_meta or table.dim() != 2 or len(table) < 2:
-        return
+        return entry
     with suppress(NotImplementedError):  # of narrow types without a comparison
         if torch.equal(table[0], table[-1]) and bool(table[0].any()) and bool((table == table[:1]).all()):
-            yield CONSTANT
+            entry = entry.marked("constant", CONSTANT)
+    return entry
 
 
 def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read | None) -> TensorEntry:
     module = site.module
     kind = type(module).__name__
     notes = tuple(f"also {alias}.{name}" for alias in site.aliases)
-    if name == "weight" and getattr(module, "padding_idx", None) is not None:
-        notes = (*notes, PADDING)
+    padded = name == "weight" and getattr(module, "padding_idx", None) is not None
+    notes = (*notes, PADDING) if padded else notes
     if tensor is not None and is_lazy(tensor):
         return TensorEntry(path, kind, None, None, "a lazy layer that has seen no input yet", notes)
     load = read or partial(_read, module, name)
@@ -161,7 +162,7 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read |
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
     shape, dtype = (None, "") if tensor is None else header_of(tensor)
-    made = TensorEntry(path, kind, layout, load, reason, notes, shape, dtype)
+    made = TensorEntry(path, kind, layout, load, reason, notes, shape, dtype, marks=("padding",) if padded else ())
     try:
         layout_of(module, name)
     except NotApplicableError:

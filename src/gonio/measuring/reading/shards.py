@@ -6,12 +6,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gonio.errors import GonioError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
-from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.kinds import open_single
 from gonio.measuring.reading.state_dicts import Opened, Problem
 from gonio.messages import counted, say
@@ -24,23 +25,43 @@ def open_shards(index: Path) -> Opened:
     """The tensors of all shards that an index names. A missing or damaged shard takes only its own tensors with it."""
     wanted, doubled = weight_map(index)
     shards = {shard: _shard(index.parent / shard) for shard in dict.fromkeys(wanted.values())}
-    stored, missing = {}, []
+    held = {shard: opened for shard, opened in shards.items() if isinstance(opened, Opened)}
+    whole = Opened.of_parts([_placed(opened, shard, wanted) for shard, opened in held.items()])
+    missing, names = [], set(whole.names)
     for name, shard in wanted.items():
-        tensors = shards[shard]
-        if not isinstance(tensors, str) and name in tensors:
-            stored[name] = tensors[name]
-        else:
-            reason = tensors if isinstance(tensors, str) else f"the shard {plain(shard)} does not hold it"
+        if name not in names:
+            said = shards[shard]
+            reason = said if isinstance(said, str) else f"the shard {plain(shard)} does not hold it"
             missing.append(TensorEntry(name, "", None, None, reason))
     there = {shard for shard in shards if (index.parent / shard).is_file()}
     unread = [Problem("G701", name, said) for name, said in shards.items() if name in there and isinstance(said, str)]
-    held = {shard: tensors for shard, tensors in shards.items() if not isinstance(tensors, str)}
-    problems = [*unread, *misplaced(wanted, doubled, held, there)]
+    problems = [
+        *unread,
+        *misplaced(wanted, doubled, {shard: _tensors(one, wanted) for shard, one in held.items()}, there),
+    ]
     strays = any(problem.code == "G703" for problem in problems)
     notes = (
         (say("where index and shards differ, the index is followed; of two places in it, the last"),) if strays else ()
     )
-    return Opened(stored, tuple(missing), notes, problems=tuple(problems))
+    return replace(
+        whole,
+        stored={name: whole.stored[name] for name in wanted if name in whole.stored},
+        others=(*missing, *whole.others),
+        notes=(*notes, *whole.notes),
+        problems=(*problems, *whole.problems),
+    )
+
+
+def _placed(opened: Opened, shard: str, wanted: Mapping[str, str]) -> Opened:
+    """What a shard holds of the tensors that the index places in it."""
+    stored = {name: tensor for name, tensor in opened.stored.items() if wanted.get(name) == shard}
+    others = tuple(other for other in opened.others if wanted.get(other.name) == shard)
+    return replace(opened, stored=stored, others=others)
+
+
+def _tensors(opened: Opened, wanted: Collection[str]) -> list[str]:
+    """The names of a shard's tensors, and of anything else that the index names."""
+    return [*opened.stored, *(one.name for one in opened.others if one.shape is not None or one.name in wanted)]
 
 
 def misplaced(
@@ -78,15 +99,15 @@ def misplaced(
             yield Problem("G703", name, say("in {seen}, but not in the index", seen=seen[0]))
 
 
-def _shard(path: Path) -> dict[str, StoredTensor] | str:
-    """The tensors of a shard, or the reason why there are none."""
+def _shard(path: Path) -> Opened | str:
+    """What a shard holds, or the reason why there is nothing."""
     if not path.is_file():
         return f"its shard {plain(path.name)} is missing"
     try:
         opened = open_single(path)
         if opened.refusal is not None:
             raise opened.refusal
-        return opened.stored
+        return opened
     except GonioError as error:
         return f"its shard {plain(path.name)} cannot be read: {error}"
 
@@ -121,16 +142,18 @@ def parsed(text: str | bytes) -> tuple[Any, list[str]]:
 
 def open_parts(files: list[Path]) -> Opened:
     """The tensors of parts without an index; the names of the parts tell how many there should be."""
-    stored: dict[str, StoredTensor] = {}
+    parts: list[Opened] = []
     notes = ["the parts have no index: what is missing cannot be told"]
     for file in files:
-        held = _shard(file)
-        if isinstance(held, str):
-            raise UnreadableFileError(str(file), held, "Copy or download it again.")
-        twice = [plain(name) for name in held if name in stored]
+        opened = _shard(file)
+        if isinstance(opened, str):
+            raise UnreadableFileError(str(file), opened, "Copy or download it again.")
+        known = {name for part in parts for name in part.names}
+        twice = [plain(name) for name in opened.names if name in known]
         notes += [f"in several parts, read from the first: {listing(twice, limit=4)}"] if twice else []
-        stored = {**held, **stored}
+        parts.append(opened)
+    whole = Opened.of_parts(parts)
     expected = int(files[0].stem.rpartition("-of-")[2])
     if expected != len(files):
         notes.append(f"{len(files)} of {expected} parts are there")
-    return Opened(stored, (), tuple(notes))
+    return replace(whole, notes=(*notes, *whole.notes))

@@ -375,16 +375,23 @@ def optimizer_of(source: Source) -> OptimizerContents:
 
 
 def _beside(folder: Path) -> _Beside:
-    """The configurations: of a quantisation in `config.json`, or in a file of its own as older tools write it."""
-    config, adapters, older, oldest = (small_json(folder / name) for name in CONFIGURATIONS)
-    found = next((config[key] for key in _QUANTISATION if config.get(key)), None)
-    if not isinstance(found, dict):
-        found = older or oldest
+    """The configurations beside a checkpoint."""
+    config, adapters, *older = (small_json(folder / name) for name in CONFIGURATIONS)
     text = config.get("text_config")
     rows = padding_beside(config)
     vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     known = vocabulary if isinstance(vocabulary, int) else None
-    return _Beside(found, adapters, rows, known)
+    return _Beside(quantisation_of(config, *older), adapters, rows, known)
+
+
+def quantisation_of(config: Mapping[str, Any], *older: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How a model is quantised: by a key of its `config.json`, or by a file of older tools; empty if it is not.
+
+    Args:
+        older: the contents of these files, the ones named last in :data:`CONFIGURATIONS`.
+    """
+    found = next((config[key] for key in _QUANTISATION if config.get(key)), None)
+    return found if isinstance(found, dict) else next((each for each in older if each), {})
 
 
 def padding_beside(config: Mapping[str, Any]) -> tuple[int, ...]:

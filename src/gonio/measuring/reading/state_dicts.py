@@ -112,6 +112,25 @@ class Opened:
     optimizer: OptimizerContents = field(default_factory=OptimizerContents)
     metadata: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def names(self) -> list[str]:
+        """Of everything of the model."""
+        return [*self.stored, *(other.name for other in self.others)]
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Opened]) -> Opened:
+        """Several files as one; of a name in two of them, what the first one holds."""
+        stored = {name: tensor for part in reversed(parts) for name, tensor in part.stored.items()}
+        others = {other.name: other for part in reversed(parts) for other in part.others if other.name not in stored}
+        return cls(
+            stored,
+            tuple(others.values()),
+            tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+            {name: tensor for part in reversed(parts) for name, tensor in part.beside.items()},
+            tuple(problem for part in parts for problem in part.problems),
+            optimizer=sum((part.optimizer for part in parts), OptimizerContents()),
+        )
+
 
 @dataclass(frozen=True)
 class Found:

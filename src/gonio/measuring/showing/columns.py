@@ -108,7 +108,8 @@ KEPT = (
 
 
 def _dead(s: Signal) -> str:
-    said = local("ends a branch") if s.branch == "ends" else local(say("{n} of {every}", n=s.dead_units, every=s.units))
+    counts = "–" if s.units is None else local(say("{n} of {every}", n=s.dead_units, every=s.units))
+    said = local("ends a branch") if s.branch == "ends" else counts
     broken = local(say(", {values} NaN or infinite", values=counted(s.nonfinite, "value"))) if s.nonfinite else ""
     return f"{said}{broken}"
 

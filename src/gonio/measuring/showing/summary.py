@@ -86,6 +86,30 @@ def _spread(values: Sequence[float | None]) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
+def rows_shown(
+    ordered: Sequence[Row],
+    on: Medium,
+    *,
+    first: Collection[str],
+    score: Callable[[Row], float],
+    figures: Sequence[tuple[str, str, Figure]],
+    tensors: Sequence[Row] | None = None,
+    noun: str,
+    by: str,
+) -> tuple[Grouped | None, Sequence[Row], str]:
+    """The rows of a long table that are shown; where these are not all, groups of all, and a sentence.
+
+    Args:
+        ordered: all rows in the order in which they are shown. `tensors`: in that of the model, where it is another.
+        first, score: as :func:`standing_out` takes them. `figures`: as :func:`grouped` takes them.
+        noun, by: what the rows are, and what stands out in them, as :func:`said_of` takes them.
+    """
+    if len(ordered) <= on.longest:
+        return None, ordered, ""
+    shown = standing_out(ordered, first, score, on.most)
+    return grouped(ordered if tensors is None else tensors, figures), shown, said_of(len(shown), len(ordered), noun, by)
+
+
 def standing_out(rows: Sequence[Row], first: Collection[str], score: Callable[[Row], float], most: int) -> list[Row]:
     """At most so many rows in their order: those with these paths, then those with the largest scores."""
     ranked = sorted(range(len(rows)), key=lambda i: (rows[i].path not in first, -score(rows[i])))

@@ -126,7 +126,7 @@ def training_page(
         advice=advice(layers, rows),
         first=min(steps, default=0),
         last=max(steps, default=0),
-        fits=sum(layer.reason == "fits" for layer in layers),
+        fits=sum(layer.cause == "fits" for layer in layers),
         predicted=sum(layer.predicted is not None for layer in layers),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from gonio.errors import listing
 from gonio.measuring.training.equilibrium import Equilibrium
@@ -17,6 +17,9 @@ UNEVEN = 10.0  # a layer that turns so many times as fast as the median of the o
 RECENT = 0.5  # the share of the rows, the latest ones, over which a rotation is averaged
 
 
+Cause = Literal["no prediction", "fits", "not traced", "not invariant", "schedule", "not settled", "correlated"]
+
+
 @dataclass(frozen=True)
 class LayerRotation:
     """The rotation of one layer over a training.
@@ -25,7 +28,8 @@ class LayerRotation:
         steps, rotations: of each measured step; `predictions`: with None where there is none.
         rotation: root mean square over the later half of the measured steps, in radians per step.
         predicted: the same of the predictions; None without one.
-        reason: why both differ or why there is no prediction; "fits" if they agree within a factor of 1.25.
+        cause: why both differ, or why there is no prediction; "fits" if they agree within a factor of 1.25.
+        reason: the same as a sentence.
     """
 
     layer: str
@@ -34,6 +38,7 @@ class LayerRotation:
     predictions: tuple[float | None, ...]
     rotation: float
     predicted: float | None
+    cause: Cause
     reason: str
 
     @property
@@ -69,33 +74,38 @@ def _of_layer(
         tuple(row.get("predicted_rotation") for row in rows),
         rotation,
         _rms(predicted) if predicted else None,
+        cause="no prediction",
         reason="",
     )
-    return replace(turned, reason=_reason(turned, rows, invariant, prediction))
+    cause, reason = _why(turned, rows, invariant, prediction)
+    return replace(turned, cause=cause, reason=reason)
 
 
-def _reason(
+def _why(
     turned: LayerRotation,
     rows: Sequence[Mapping[str, Any]],
     invariant: frozenset[str] | None,
     prediction: Equilibrium | None,
-) -> str:
+) -> tuple[Cause, str]:
     """The first that holds: no prediction, fits, not scale-invariant, schedule, not settled, correlated gradients."""
     if turned.ratio is None or prediction is None:
-        return prediction.reason if prediction is not None and prediction.reason else say("no prediction")
+        said = prediction.reason if prediction is not None else ""
+        return "no prediction", said or say("no prediction")
     if 1 / FITS <= turned.ratio <= FITS:
-        return say("fits")
+        return "fits", say("fits")
     if invariant is None:
-        return say("not known to be scale-invariant: the model cannot be traced")
+        return "not traced", say("not known to be scale-invariant: the model cannot be traced")
     if turned.layer not in invariant:
-        return say("not scale-invariant: no normalisation layer directly after it")
+        return "not invariant", say("not scale-invariant: no normalisation layer directly after it")
     last = rows[-1]["step"]
     memory = [row["learning_rate"] for row in rows if row["step"] >= last - prediction.steps]
     if max(memory) > 1.1 * min(memory):
-        return say("schedule: the learning rate changed within the last {steps:.0f} steps", steps=prediction.steps)
+        return "schedule", say(
+            "schedule: the learning rate changed within the last {steps:.0f} steps", steps=prediction.steps
+        )
     if last < 2 * prediction.steps:
-        return say("not settled: it takes about {value:.0f} steps", value=2 * prediction.steps)
-    return say("gradients of different steps are correlated: noise does not dominate")
+        return "not settled", say("not settled: it takes about {value:.0f} steps", value=2 * prediction.steps)
+    return "correlated", say("gradients of different steps are correlated: noise does not dominate")
 
 
 def _rms(values: Sequence[float]) -> float:
@@ -149,7 +159,7 @@ def _uneven(layers: Sequence[LayerRotation]) -> list[str]:
 
 def _decay(layers: Sequence[LayerRotation]) -> list[str]:
     """Weight decay whose equilibrium is not reached within the training does nothing to the rotation."""
-    idle = [layer.layer for layer in layers if layer.reason.startswith("not settled") and (layer.ratio or 0) > FITS]
+    idle = [layer.layer for layer in layers if layer.cause == "not settled" and (layer.ratio or 0) > FITS]
     if not idle:
         return []
     return [

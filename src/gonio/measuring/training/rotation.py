@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.execution import is_sharded
+from gonio.geometry.angles import turned
 from gonio.geometry.norms import whole
 from gonio.measuring.training.shards import ShardSums, local, waits
 
@@ -36,9 +37,7 @@ class StepRotation:
         squares, moved, product = sums
         norm = squares.sqrt()
         radial = product / norm
-        tangential = (moved - radial.square()).clamp(min=0).sqrt()
-        rotation = torch.atan2(tangential, norm + radial)
-        return cls(norm, rotation, moved.sqrt() / norm, radial.square() / moved)
+        return cls(norm, turned(squares, moved, product), moved.sqrt() / norm, radial.square() / moved)
 
 
 def step_rotation(before: Tensor, after: Tensor, *, by_row: bool = False) -> StepRotation:
@@ -46,8 +45,9 @@ def step_rotation(before: Tensor, after: Tensor, *, by_row: bool = False) -> Ste
 
     With the weight w before the step, its change Δ and n = ‖w‖, the radial part of the change is r = ⟨Δ, w⟩/n and the
     tangential part q = √(‖Δ‖² − r²). The rotation is atan2(q, n + r), the relative update ‖Δ‖/n and the radial share
-    r²/‖Δ‖². Unlike the arccos of a cosine, which is 0 for angles below 1e-8 in float64 and 3e-4 in float32, the
-    arctangent is accurate for every angle. Sums are in float64.
+    r²/‖Δ‖². Sums are in float64. Unlike the arccos of a cosine, which is 0 for angles below 1e-8 in float64 and 3e-4 in
+    float32, the arctangent is accurate for small angles. The limit is the change: a q below 1e-7 ‖Δ‖, which is lost in
+    the rounding of ‖Δ‖² − r², counts as 0.
 
     Args:
         before, after: tensors of the same shape; sharded ones are summed over all shards.

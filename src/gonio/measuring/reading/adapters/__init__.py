@@ -34,18 +34,13 @@ PACKED = "in_proj_weight"  # of nn.MultiheadAttention
 UNKNOWN_SCALE = "the adapter's scale is not known"
 
 
-class Fault(Message):
-    """Why an adapter is not computed, where the adapter, or the choice of its base, is at fault."""
-
-    @classmethod
-    def of(cls, reason: Message) -> Fault:
-        """The reason as a fault."""
-        return cls(str(reason), reason.template, reason.values)
+class Unfit(ValueError):
+    """An adapter and its base do not fit: the adapter, or the choice of its base, is at fault."""
 
 
-def no_weight(path: str) -> Fault:
-    """The fault of an adapter of a layer that the base lacks."""
-    return Fault.of(say("the base has no weight {path}", path=path))
+def no_weight(path: str) -> Message:
+    """Why the adapter of a layer that the base lacks is not computed."""
+    return say("the base has no weight {path}", path=path)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,8 @@ class Adapter:
         path: of the adapted layer. `tensor`: the adapted tensor of it.
         name: of the adapter where a layer may have several. `kind`: for the names of rows.
         change: the adapted tensor, of the base's tensor as its first argument and its entry as the second; None if it
-            is not computed, with the `reason`. `check`: why it is not computed for one base, or nothing.
+            is not computed, with the `reason`; `fault` says whether the adapter is at fault for it, or the choice of
+            its base. `check`: why it is not computed for one base, or nothing.
         product: of a low-rank adapter, the change itself. `layout`, `note`: of the product.
         parts: the keys of its tensors.
     """
@@ -68,6 +64,7 @@ class Adapter:
     parts: tuple[str, ...] = ()
     tensor: str = "weight"
     reason: str = ""
+    fault: bool = False
     check: Callable[[TensorEntry], str] = lambda _: ""
     product: StoredTensor | None = None
     layout: Layout = PLAIN
@@ -81,8 +78,8 @@ class Adapter:
     def adapted(self, base: TensorEntry) -> TensorEntry:
         """The entry of the adapted tensor of a base."""
         if reason := self.reason or self.check(base):
-            return base.unknown(reason)
-        return replace(base, load=partial(self._total, base), notes=())
+            return replace(base.unknown(reason), fault=self.fault)
+        return replace(base, load=partial(self._total, base), notes=(), marks=())
 
     def _total(self, base: TensorEntry) -> Tensor:
         weight = base.read()
@@ -117,8 +114,8 @@ def faults_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None) -> 
     Args:
         config: the configuration beside it; None for adapters that are in memory.
     """
-    found = [Problem("G713", adapter.path, adapter.reason) for adapter in adapters if isinstance(adapter.reason, Fault)]
-    unknown = sum(bool(adapter.reason) and not isinstance(adapter.reason, Fault) for adapter in adapters)
+    found = [Problem("G713", adapter.path, adapter.reason) for adapter in adapters if adapter.fault]
+    unknown = sum(bool(adapter.reason) and not adapter.fault for adapter in adapters)
     if unknown and config is not None and not config:
         what = say("no adapter_config.json that can be read, without which {n} changes are not known", n=unknown)
         found.append(Problem("G713", "", what))

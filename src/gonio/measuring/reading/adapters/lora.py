@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import Layout
-from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Fault, Group
-from gonio.measuring.reading.entry import INPUTS_FIRST, StoredTensor, TensorEntry
+from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Group, Unfit
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.messages import joined, say
 
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
@@ -29,10 +29,10 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
         lone = next((part for pair in _NAMES for part in pair if part in group.parts), None)
         if lone is None:
             return []
-        return [group.refused("lora", Fault.of(say("its {part} has no partner in the file", part=lone)))]
+        return [group.refused("lora", say("its {part} has no partner in the file", part=lone), fault=True)]
     down, up = (group.parts[name].shape for name in names)
     if not (len(down) >= 2 and len(up) >= 2 and up[1] == down[0] and all(n == 1 for n in up[2:])):
-        return [group.refused("lora", Fault.of(say("its A {down} and B {up} do not fit", down=down, up=up)))]
+        return [group.refused("lora", say("its A {down} and B {up} do not fit", down=down, up=up), fault=True)]
     unknown = sorted(set(group.parts) - _KNOWN)
     reason = config.refusal or (f"the adapter has a part that is not read: {unknown[0]}" if unknown else "")
     if reason:
@@ -135,7 +135,7 @@ def _of_weight(group: Group, config: AdapterConfig, names: tuple[str, str], scal
     if mid is not None:
         if mid.shape[:2] != (up.shape[1], down.shape[0]) or prod(columns[1:]) != 1:
             misfit = say("its lora_mid {mid} and B {up} do not fit", mid=mid.shape, up=up.shape)
-            return group.refused("lora", Fault.of(misfit))
+            return group.refused("lora", misfit, fault=True)
         columns = (columns[0], *mid.shape[2:])
     embedding, flipped = names[0] == "lora_embedding_A", bool(config.get("fan_in_fan_out"))
     if embedding or (flipped and len(columns) == 1):
@@ -202,7 +202,7 @@ def _adapted(
             made=made,
             found=found,
         )
-        raise ValueError(Fault.of(why))
+        raise Unfit(why)
     if initial is not None:
         total = total - initial(total)
     total = total + delta.to(total)
@@ -220,7 +220,7 @@ def _is_turned(delta: Tensor, base: TensorEntry, shape: tuple[int, ...]) -> bool
 
 def _undecided(base: TensorEntry) -> str:
     """Why the product of a configuration with `fan_in_fan_out` cannot be added to a square weight."""
-    if not base.inferred or any(note.startswith(INPUTS_FIRST) for note in base.notes):
+    if not base.inferred or (base.layout is not None and base.layout.transposed):
         return ""
     return "whether this square weight is stored with its inputs first is not known: pass the model as the base"
 
