@@ -226,7 +226,7 @@ def check_range(owner: str, **values: float | None) -> None:
         >>> from gonio.errors import check_range
         >>> check_range("Sphere", radius=1e300)
         Traceback (most recent call last):
-        gonio.errors.InvalidArgumentError: Sphere(radius=) is between 1e-19 and 1e19 in magnitude, so that float32 ...
+        gonio.errors.InvalidArgumentError: Sphere(radius=) is between 1e-19 and 1e+19 in magnitude, so that float32 ...
     """
     for name, value in values.items():
         if value is None or value != value or value in (0, inf, -inf) or LEAST <= abs(value) <= MOST:

@@ -83,8 +83,8 @@ def test_at_its_own_optimum_l2_penalises_the_product_too() -> None:
 def test_the_logarithm_is_not_bounded_below() -> None:
     """φ(x) = x² is least at 0; log x falls by the same amount with every tenth and is not defined at 0."""
     weight = draw(6, 6)
-    values = [float(R.ScaleShift(1.0, floor=1e-300)(weight / 10.0**k)) for k in (0, 50, 100, 150)]
-    assert np.diff(values) == pytest.approx([-50 * math.log(10)] * 3)
+    values = [float(R.ScaleShift(1.0, floor=1e-19)(weight / 10.0**k)) for k in (0, 5, 10, 15)]
+    assert np.diff(values) == pytest.approx([-5 * math.log(10)] * 3)
     assert float(R.ScaleShift(1.0)(0 * weight)) == pytest.approx(math.log(1e-3))
 
 

@@ -27,7 +27,7 @@ from gonio.measuring import Suppression, TensorMeasurement, changes, difference,
 
 BUILDER = builder_of("build_schemas")
 SCHEMAS: dict[str, dict[str, Any]] = {one["title"]: one for one in BUILDER.schemas().values()}
-SHOWN = {field.name for field in fields(TensorMeasurement) if field.metadata.get("shown")}  # need no line of the page
+SHOWN = {field.name for field in fields(TensorMeasurement) if field.metadata.get("column")}  # need no line of the page
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:

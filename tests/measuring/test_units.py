@@ -97,7 +97,9 @@ def trained() -> nn.Module:
     return norm
 
 
-@pytest.mark.parametrize("make", [fresh, trained, lambda: nn.Linear(6, 6), nn.ReLU], ids=str)
+@pytest.mark.parametrize(
+    "make", [fresh, trained, lambda: nn.Linear(6, 6), nn.ReLU], ids=["fresh", "trained", "linear", "relu"]
+)
 def test_a_layer_that_is_called_by_keyword_has_the_same_figures(make: Callable[[], nn.Module]) -> None:
     x, found = seeded(20, 6, dtype=torch.float32), []
     for keyword in (False, True):

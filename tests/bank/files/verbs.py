@@ -12,7 +12,7 @@ import gonio
 from bank.files.case import File, tensors_of
 from gonio.errors import GonioError
 from gonio.measuring import Measurements, TensorMeasurement, difference, measure
-from gonio.measuring.changes.sources import base_entries, tuned, values_of
+from gonio.measuring.changes.sources import NotCompared, base_entries, tuned, values_of
 from gonio.measuring.reading.source import contents_of
 
 ABOVE_INFO = ("warn", "error")
@@ -67,9 +67,10 @@ def _deviation(values: Tensor, expected: Tensor) -> float:
 def _reason(name: str, said: str, found: Measurements, held: Any, shape: torch.Size | None) -> str:
     row = next((row for row in found.values() if name in (row.name, row.path)), None)
     if row is not None and row.status != "measured":
-        reason: Tensor | str = row.reason
+        reason: Tensor | NotCompared | str = row.reason
     else:
         reason = values_of(held[name], "") if name in held else "only before"  # of a base, not known to be unchanged
+    reason = reason.reason if isinstance(reason, NotCompared) else reason
     if isinstance(reason, Tensor) and shape is not None and reason.shape != shape:
         reason = f"of the shape {tuple(reason.shape)}"
     assert isinstance(reason, str), f"{name} was read"
