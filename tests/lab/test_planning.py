@@ -140,7 +140,11 @@ def test_a_rule_that_takes_nothing_is_found_here_with_file_and_line(tmp_path: Pa
         ({"task": "digit"}, UnknownNameError, "no task named 'digit'"),
         ({"model": "digits"}, UnknownNameError, "no model named 'digits'. Did you mean .*digits-cnn"),
         ({"sesoi": -1.0}, InvalidArgumentError, "sesoi must be a positive number; found -1.0"),
-        ({"training": TrainingConfig(epochs=0, batch_size=1, lr=1)}, InvalidArgumentError, "epochs must be a posit"),
+        (
+            {"training": TrainingConfig(epochs=0, batch_size=1, lr=1)},
+            InvalidArgumentError,
+            "epochs must be a positive whole number; found 0",
+        ),
         (
             {"training": TrainingConfig(epochs=1, batch_size=201, lr=1)},
             InvalidArgumentError,
@@ -149,7 +153,7 @@ def test_a_rule_that_takes_nothing_is_found_here_with_file_and_line(tmp_path: Pa
         (
             {"training": TrainingConfig(epochs=1, batch_size=1, lr=1, optimizer="adam")},
             InvalidArgumentError,
-            "one of sgd, adamw, muon; found 'adam'. Choose",
+            "one of sgd, adamw, muon; found 'adam'. Give",
         ),
     ],
 )

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.lab import Split, Task, TrainingConfig
-from gonio.lab.plan import StudyPlan, extended
+from gonio.lab.plan import SCHEDULES, StudyPlan, extended
 from gonio.lab.planning.planner import check_training, make_plan
 from gonio.lab.running.training import (
-    SCHEDULES,
     Average,
     TrainingStep,
     autocast,

@@ -18,7 +18,7 @@ from torch import nn
 from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.messages import counted
 from gonio.models.by_name import resolve as resolve_model
-from gonio.optim.named import arguments_of
+from gonio.optim.named import NOT_NEGATIVE, OPTIMIZERS, POSITIVE, RANGES, SHARE, Range, arguments_of, one_of
 from gonio.recipes import Recipe
 from gonio.recipes.catalogue import TRAINING, VERBS
 from gonio.seeding import derive_seed
@@ -109,6 +109,25 @@ class TrainingConfig:
             f"(learning rate {self.lr:g} with {rate.get(self.schedule, self.schedule)}{warm_up}{momentum}, "
             f"weight decay {self.weight_decay:g}{sparing})" + "".join(f", {text}" for used, text in further if used)
         )
+
+
+SCHEDULES = ("cosine", "constant", "step", "one-cycle")
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WHOLE: Range = ("a positive whole number", lambda value: type(value) is int and value > 0)
+# What the settings of a training must be; those of its optimizer are known there.
+TRAINING_RANGES: Mapping[str, Range] = {
+    **RANGES,
+    "epochs": _WHOLE,
+    "batch_size": _WHOLE,
+    "accumulate": _WHOLE,
+    "clip": POSITIVE,
+    "warm_up": NOT_NEGATIVE,
+    "label_smoothing": SHARE,
+    "ema": SHARE,
+    "optimizer": one_of(tuple(OPTIMIZERS)),
+    "schedule": one_of(SCHEDULES),
+    "precision": one_of(tuple(PRECISIONS)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

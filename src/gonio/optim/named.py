@@ -19,12 +19,32 @@ from gonio.penalty.param_groups import param_groups
 Decay = Literal["all", "weights"]
 DECAYS = ("all", "weights")
 
+Range = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
+
+
+def one_of(names: Sequence[str]) -> Range:
+    """The range of a setting that is one of these names."""
+    return f"one of {', '.join(names)}", lambda value: value in names
+
+
+POSITIVE: Range = ("a positive number", lambda value: 0 < value < inf)
+NOT_NEGATIVE: Range = ("0 or above", lambda value: 0 <= value < inf)
+SHARE: Range = ("from 0 to below 1", lambda value: 0 <= value < 1)
+RANGES: Mapping[str, Range] = {
+    "lr": POSITIVE,
+    "others_factor": POSITIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "momentum": SHARE,
+    "betas": ("two numbers from 0 to below 1", lambda pair: len(pair) == 2 and all(0 <= beta < 1 for beta in pair)),
+    "decay": one_of(DECAYS),
+}
+
 
 def sgd(
     model: nn.Module, *, lr: float, weight_decay: float = 0.0, momentum: float = 0.9, decay: Decay = "all"
 ) -> torch.optim.SGD:
     """SGD with Nesterov momentum; `decay="weights"` spares biases, norms and tables (:func:`gonio.param_groups`)."""
-    _check(lr=lr, weight_decay=weight_decay, momentum=momentum, decay=decay)
+    check_settings({"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "decay": decay})
     parameters = _parameters(model, weight_decay, decay)
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=momentum > 0)
 
@@ -38,7 +58,7 @@ def adamw(
     decay: Decay = "all",
 ) -> torch.optim.AdamW:
     """AdamW; `decay="weights"` spares biases, norms and tables (:func:`gonio.param_groups`)."""
-    _check(lr=lr, weight_decay=weight_decay, betas=betas, decay=decay)
+    check_settings({"lr": lr, "weight_decay": weight_decay, "betas": betas, "decay": decay})
     return torch.optim.AdamW(
         _parameters(model, weight_decay, decay), lr=lr, betas=_pair(betas), weight_decay=weight_decay
     )
@@ -57,7 +77,8 @@ def muon(
 
     The others have the learning rate `others_factor` · `lr`, so that tuning `lr` moves both.
     """
-    _check(lr=lr, weight_decay=weight_decay, momentum=momentum, betas=betas, others_factor=others_factor)
+    given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas}
+    check_settings({**given, "others_factor": others_factor})
     groups = param_groups(model, weight_decay, matrices=True)
     return Muon(groups, lr, weight_decay, momentum=momentum, others_lr=others_factor * lr, betas=_pair(betas))
 
@@ -103,19 +124,27 @@ def _pair(betas: Sequence[float]) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def _check(*, lr: float, weight_decay: float, decay: str = "all", **others: Any) -> None:
-    """Refuse values that no optimizer can use; torch checks some of them, with other errors."""
-    shares = {"momentum": (others.get("momentum", 0.0),), "betas": others.get("betas", (0.0, 0.0))}
-    positive = {"lr": lr, **({"others_factor": others["others_factor"]} if "others_factor" in others else {})}
-    check_range("optimizer", weight_decay=weight_decay, **positive)
-    for name, value in positive.items():
-        if not 0 < value < inf:
-            raise InvalidArgumentError(f"{name} must be a positive number", repr(value), "Give another value.")
-    if not 0 <= weight_decay < inf:
-        raise InvalidArgumentError("weight_decay must be 0 or above", repr(weight_decay), "Give another value.")
-    for name, values in shares.items():
-        if len(values) != (2 if name == "betas" else 1) or not all(0 <= value < 1 for value in values):
-            what = "betas must be two numbers" if name == "betas" else "momentum must be"
-            raise InvalidArgumentError(f"{what} from 0 to below 1", repr(others[name]), "Give another value.")
-    if decay not in DECAYS:
-        raise InvalidArgumentError(f"decay must be one of {', '.join(DECAYS)}", repr(decay), "Choose one of them.")
+def check_settings(settings: Mapping[str, Any], ranges: Mapping[str, Range] = RANGES) -> None:
+    """Refuse values that no training can use, before torch refuses some of them with errors of its own.
+
+    Args:
+        settings: by name; None is the default of whoever uses it.
+        ranges: of the names that have one.
+
+    Raises:
+        InvalidArgumentError: names the setting.
+
+    Example:
+        >>> from gonio.optim.named import check_settings
+        >>> check_settings({"momentum": 1.0})
+        Traceback (most recent call last):
+        gonio.errors.InvalidArgumentError: momentum must be from 0 to below 1; found 1.0. Give another value.
+    """
+    for name, value in settings.items():
+        if value is None or name not in ranges:
+            continue
+        said, holds = ranges[name]
+        if ranges[name] in (POSITIVE, NOT_NEGATIVE):
+            check_range("optimizer", **{name: value})
+        if not holds(value):
+            raise InvalidArgumentError(f"{name} must be {said}", repr(value), "Give another value.")

@@ -11,15 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from gonio.errors import ClaimError, GonioError, InvalidArgumentError, UnknownNameError, closest
 from gonio.escaping import shorten
-from gonio.lab.plan import Measure, TrainingConfig
+from gonio.lab.plan import TRAINING_RANGES, Measure, TrainingConfig
 from gonio.lab.running.measures import spec_of
 from gonio.messages import say
 from gonio.models.by_name import is_user_code
-from gonio.optim.named import OPTIMIZERS
+from gonio.optim.named import check_settings
 from gonio.recipes import Recipe
 from gonio.recipes.document import from_data, parse, read
 
@@ -50,37 +50,38 @@ _RECORDED = Path(__file__).with_name("recorded.json")  # written by docs/build_c
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]*$", max_length=60)]
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
-_Share = Annotated[float, Field(ge=0, lt=1)]
 _CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-def _known_optimizer(name: str) -> str:
-    if name not in OPTIMIZERS:
-        raise ValueError(f"choose an optimizer of {', '.join(OPTIMIZERS)}")
-    return name
 
 
 class TrainingFields(BaseModel):
     """Fields of :class:`TrainingConfig`; those that are missing are the task's own."""
 
     model_config = _CLOSED
-    epochs: Annotated[int, Field(gt=0)] | None = None
-    batch_size: Annotated[int, Field(gt=0)] | None = None
-    lr: Annotated[float, Field(gt=0)] | None = None
-    optimizer: Annotated[str, AfterValidator(_known_optimizer)] | None = None
-    momentum: _Share | None = None
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-    schedule: Literal["cosine", "constant", "step", "one-cycle"] | None = None
-    warm_up: Annotated[float, Field(ge=0)] | None = None
-    decay: Literal["all", "weights"] | None = None
-    clip: Annotated[float, Field(gt=0)] | None = None
-    label_smoothing: _Share | None = None
-    ema: _Share | None = None
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
-    accumulate: Annotated[int, Field(gt=0)] | None = None
-    betas: tuple[_Share, _Share] | None = None
-    others_factor: Annotated[float, Field(gt=0)] | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    optimizer: str | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+    schedule: str | None = None
+    warm_up: float | None = None
+    decay: str | None = None
+    clip: float | None = None
+    label_smoothing: float | None = None
+    ema: float | None = None
+    precision: str | None = None
+    accumulate: int | None = None
+    betas: tuple[float, float] | None = None
+    others_factor: float | None = None
     channels_last: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            check_settings(self.model_dump(), TRAINING_RANGES)
+        except InvalidArgumentError as error:
+            raise ValueError(str(error)) from error
+        return self
 
     def override(self, training: TrainingConfig) -> TrainingConfig:
         """These values in place of those of `training`."""

@@ -12,16 +12,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError, first_line
-from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, Tuning, installed_versions, seeds_of
+from gonio.lab.plan import (
+    TRAINING_RANGES,
+    AttackConfig,
+    RecipeEntry,
+    StudyPlan,
+    TrainingConfig,
+    Tuning,
+    installed_versions,
+    seeds_of,
+)
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
-from gonio.lab.running.training import PRECISIONS, SCHEDULES, autocast
+from gonio.lab.running.training import autocast
 from gonio.lab.running.tuning import require_optuna
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task, paired
 from gonio.models import resolve as resolve_model
 from gonio.models.by_name import check_named, code_digests, is_user_code
-from gonio.optim.named import DECAYS, OPTIMIZERS
+from gonio.optim.named import check_settings
 from gonio.recipes import BASELINE, Recipe
 from gonio.seeding import state_kept
 
@@ -314,22 +323,12 @@ def check_training(training: TrainingConfig, task: Task, *, device: str = "cpu")
     Raises:
         InvalidArgumentError: names the setting.
     """
-    for name in ("epochs", "batch_size", "lr"):
-        _require(0 < getattr(training, name) < math.inf, f"{name} must be a positive number", getattr(training, name))
-    known = {"optimizer": tuple(OPTIMIZERS), "schedule": SCHEDULES, "decay": DECAYS, "precision": tuple(PRECISIONS)}
-    for name, names in known.items():
-        found = getattr(training, name)
-        _require(found in names, f"{name} must be one of {', '.join(names)}", found, "Choose one of them.")
-    for name in ("weight_decay", "warm_up"):
-        _require(0 <= getattr(training, name) < math.inf, f"{name} must be 0 or above", getattr(training, name))
-    for name in ("momentum", "label_smoothing", "ema"):
-        _require(0 <= getattr(training, name) < 1, f"{name} must be from 0 to below 1", getattr(training, name))
-    warm, clip, parts = training.warm_up, training.clip, training.accumulate
+    check_settings(vars(training), TRAINING_RANGES)
+    warm, parts = training.warm_up, training.accumulate
     _require(warm < training.epochs, f"warm_up must be shorter than the {training.epochs} epochs", warm)
     _require(not (warm and training.schedule == "one-cycle"), "one-cycle warms up by itself", f"warm_up={warm:g}")
-    _require(clip is None or 0 < clip < math.inf, "clip must be a positive number", clip)
     size = training.batch_size
-    _require(parts >= 1 and (parts == 1 or size >= 2 * parts), "accumulate needs two examples in each part",
+    _require(parts == 1 or size >= 2 * parts, "accumulate needs two examples in each part",
              f"{parts} parts of {size}")  # fmt: skip
     most = f"batch_size must be at most the {len(task.train)} training examples of {task.name!r}"
     _require(size <= len(task.train), most, size, "Choose a smaller one.")

@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import (
 
 from gonio.errors import GonioError
 from gonio.execution import device_of
-from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
+from gonio.lab.plan import PRECISIONS, AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
 from gonio.lab.record import RunRecord, filter_summary
 from gonio.lab.running.measures import FinishedRun, spec_of
 from gonio.lab.running.robustness import from_text, robustness, to_text, transferable
@@ -279,12 +279,6 @@ class Average:
             kept = parameter.clone()
             parameter.copy_(average)
             average.copy_(kept)
-
-
-# --- what a training can be -----------------------------------------------------------------------------
-
-SCHEDULES = ("cosine", "constant", "step", "one-cycle")
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
