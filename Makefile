@@ -75,7 +75,7 @@ planted: $(VENV)/.dev
 # of commands, 5,000 runs on a cluster with a node killed every minute; and 60 interruptions of every verb and its undo.
 soak: $(VENV)/.dev
 	GONIO_THREADS_SECONDS=1800 GONIO_DAMAGES=1000 GONIO_KILLS=2000 GONIO_CLUSTER_RUNS=5000 GONIO_NODE_SECONDS=60 \
-		$(BIN)/pytest -q -m slow tests/slow
+		GONIO_HOSTILE=5000 $(BIN)/pytest -q -m slow tests/slow
 	GONIO_POINTS=60 $(BIN)/pytest -q -m "slow or not slow" tests/laws/test_interruption.py
 
 # The tests of the library and of its commands with the oldest and the newest packages; downloads about 7 GB each.

@@ -107,6 +107,7 @@ def read(source: Path, said: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_files_that_were_tampered_with(healthy: dict[str, Path], tmp_path: Path) -> None:
     canary, outcomes, faults = tmp_path / "canary", Counter[str](), list[str]()
@@ -128,4 +129,5 @@ def test_files_that_were_tampered_with(healthy: dict[str, Path], tmp_path: Path)
             canary.unlink()
         shutil.rmtree(folder)
     assert not faults, "\n".join(faults[:20])
-    assert set(outcomes) == {"read read", "refused refused", "read refused", "refused read"}  # all were among them
+    assert {"read read", "refused refused"} <= set(outcomes)  # both were among them
+    assert not any("word" in outcome for outcome in outcomes)

@@ -71,7 +71,10 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
         (quick(contrast={"c": 1.0}), "arms that do not exist: c"),
         (quick(arms=[{"name": "a"}, {"name": "b", "recipe": "no-such-recipe"}]), "no recipe named"),
         (quick(arms=[{"name": "a"}, {"name": "b", "recipe": {"swap": [{"use": "Nothing"}]}}]), "Nothing"),
-        (quick(arms=[{"name": "a"}, {"name": "b", "training": {"lr": -1.0}}]), "lr must be a positive number; found -1.0"),
+        (
+            quick(arms=[{"name": "a"}, {"name": "b", "training": {"lr": -1.0}}]),
+            "lr must be a positive number; found -1",
+        ),
         (quick(arms=[{"name": "a"}, {"name": "b", "measure": {"x": 1}}]), "has the options none; found x"),
         (quick(seeds=0), "seeds: 0, but expected greater"),
         (["a list"], "but expected a mapping"),
