@@ -72,7 +72,8 @@ planted: $(VENV)/.dev
 	$(BIN)/python docs/build_translations.py
 
 # The tests of tests/slow for longer: half an hour of threads, 1,000 damages of study files, 2,000 kills of studies and
-# of commands, 5,000 runs on a cluster with a node killed every minute; and 60 interruptions of every verb and its undo.
+# of commands, 5,000 files that were tampered with, 5,000 runs on a cluster with a node killed every minute; and 60
+# interruptions of every verb and its undo.
 soak: $(VENV)/.dev
 	GONIO_THREADS_SECONDS=1800 GONIO_DAMAGES=1000 GONIO_KILLS=2000 GONIO_CLUSTER_RUNS=5000 GONIO_NODE_SECONDS=60 \
 		GONIO_HOSTILE=5000 $(BIN)/pytest -q -m slow tests/slow
