@@ -258,6 +258,7 @@ def test_a_rotation_that_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path)
     assert "the adapter rotates 6 blocks of 8, the base has filters of length 30" in found["q"].reason
     assert found["v"].reason == "the base has no weight v"
     assert ("warn", "G713", "v") in {(f.level, f.code, f.path) for f in found.findings}
+    assert ("warn", "G713", "q") in {(f.level, f.code, f.path) for f in found.findings}
     ragged = {"q.oft_R.weight": torch.ones(2, 5)}  # 5 entries are no triangle
     assert "no triangles of rotations" in measure(ragged)["q.base_and_oft"].reason
 
@@ -326,3 +327,30 @@ def test_an_adapter_that_does_not_fit_is_a_finding(change: str, said: dict[str, 
         assert {f.path: f.found for f in found if f.code == "G713"} == said
     if change != "none" and "" not in said:
         assert "G713" in {f.code for f in difference(Network(), tmp_path).findings}
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "shape", "tensor", "said"),
+    [
+        ({"use_dora": True}, "q.lora_magnitude_vector", (30,), "q", "the adapter has 30 norms for 40 filters"),
+        ({"lora_bias": True}, "q.lora_B.bias", (1,), "q.bias", "made for a weight of the shape (1,)"),
+        ({"trainable_token_indices": {"emb": [1, 2]}}, "emb.token_adapter.trainable_tokens_delta", (2, 30), "emb",
+         "its trained tokens do not fit the base's shape (50, 48)"),
+        ({"trainable_token_indices": {"emb": [1, 50]}}, "", (), "emb",
+         "its trained tokens do not fit the base's shape (50, 48)"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 1 LoRA tensor")  # peft takes the bias for a shard
+def test_any_part_of_an_adapter_that_does_not_fit_the_base_is_a_finding(
+    options: dict[str, Any], part: str, shape: tuple[int, ...], tensor: str, said: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    larger = Network()
+    larger.emb = nn.Embedding(60, 48)
+    peft.get_peft_model(larger, lora(target_modules=["q"], **options)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    state |= {key: torch.ones(shape) for key in state if part and key.removesuffix(".weight").endswith(part)}
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    found = difference(Network(), tmp_path)
+    assert [f.path for f in found.findings if f.code == "G713"] == [tensor]
+    assert said in found[tensor].reason
