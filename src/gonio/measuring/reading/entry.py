@@ -22,7 +22,7 @@ from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
 from gonio.messages import Message, are, counted, fixed, say
 
-Mark = Literal["padding", "maybe padding", "filled", "fixed", "constant", "ordered", "no variance", "failed"]
+Mark = Literal["table", "padding", "maybe padding", "filled", "fixed", "constant", "ordered", "no variance", "failed"]
 """What rules ask of a tensor beside its figures; a note says each to the reader, but for a `failed` reading."""
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
