@@ -354,3 +354,39 @@ def test_any_part_of_an_adapter_that_does_not_fit_the_base_is_a_finding(
     found = difference(Network(), tmp_path)
     assert [f.path for f in found.findings if f.code == "G713"] == [tensor]
     assert said in found[tensor].reason
+
+
+class Tied(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(48, 50, bias=False)
+        self.head.weight = self.emb.weight
+
+
+TIED: dict[str, tuple[Any, set[str]]] = {
+    "of the head": (lambda: lora(target_modules=["head"]), {"head"}),
+    "of the embedding": (lambda: lora(target_modules=["emb"]), {"emb"}),
+    "a trained embedding": (lambda: lora(target_modules=["q"], modules_to_save=["emb"]), {"emb", "q"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft warns of tied weights
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("live", [True, False])
+def test_an_adapter_of_one_of_two_tied_layers_changes_that_one(name: str, live: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base, (config, changed) = Tied(), TIED[name]
+    model = peft.get_peft_model(copy.deepcopy(base), config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 if parameter.requires_grad else 0.0)
+    model.save_pretrained(tmp_path)
+    found = difference(base, model if live else tmp_path)
+    assert {path for path in ("emb", "head", "q") if found[path].relative} == changed
+    inputs, units = torch.arange(50), torch.eye(48)
+    used = model.base_model.model
+    for path, weight in (("emb", used.emb(inputs)), ("head", used.head(units).mT)):
+        if path in changed:
+            before = base.emb.weight.detach().double()
+            right = ((weight.detach().double() - before).norm() / before.norm()).item()
+            assert found[path].relative == pytest.approx(right, rel=1e-5)
