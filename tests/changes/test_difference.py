@@ -190,3 +190,29 @@ def test_the_exports_hold_every_tensor_and_escape_its_name() -> None:
     frame = found.to_frame()
     assert list(frame["status"]) == ["compared", "not compared"]
     assert frame["rank_99"][0] == 3
+
+
+class Head(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.emb(x))
+
+
+@pytest.mark.parametrize(("before", "after", "head"), [(True, False, 0.5), (False, True, 1 / 3), (True, True, None)])
+def test_a_layer_that_is_tied_on_one_side_is_compared(before: bool, after: bool, head: float | None) -> None:
+    old, new = Head(tied=before), Head(tied=after)
+    with torch.no_grad():
+        new.emb.weight.copy_(old.emb.weight)
+        larger, smaller = (new, old) if before else (old, new)
+        if head is not None:
+            larger.head.weight.copy_(1.5 * smaller.emb.weight)
+    found = difference(old, new)
+    assert found["emb"].relative == 0
+    assert found["head"].relative == (head if head is None else pytest.approx(head, rel=1e-6))
+    if head is None:
+        assert found["head"].reason == "tied to emb.weight, where it is measured"

@@ -258,6 +258,7 @@ def test_a_rotation_that_does_not_fit_keeps_its_row_and_says_why(tmp_path: Path)
     assert "the adapter rotates 6 blocks of 8, the base has filters of length 30" in found["q"].reason
     assert found["v"].reason == "the base has no weight v"
     assert ("warn", "G713", "v") in {(f.level, f.code, f.path) for f in found.findings}
+    assert ("warn", "G713", "q") in {(f.level, f.code, f.path) for f in found.findings}
     ragged = {"q.oft_R.weight": torch.ones(2, 5)}  # 5 entries are no triangle
     assert "no triangles of rotations" in measure(ragged)["q.base_and_oft"].reason
 
@@ -326,3 +327,66 @@ def test_an_adapter_that_does_not_fit_is_a_finding(change: str, said: dict[str, 
         assert {f.path: f.found for f in found if f.code == "G713"} == said
     if change != "none" and "" not in said:
         assert "G713" in {f.code for f in difference(Network(), tmp_path).findings}
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "shape", "tensor", "said"),
+    [
+        ({"use_dora": True}, "q.lora_magnitude_vector", (30,), "q", "the adapter has 30 norms for 40 filters"),
+        ({"lora_bias": True}, "q.lora_B.bias", (1,), "q.bias", "made for a weight of the shape (1,)"),
+        ({"trainable_token_indices": {"emb": [1, 2]}}, "emb.token_adapter.trainable_tokens_delta", (2, 30), "emb",
+         "its trained tokens do not fit the base's shape (50, 48)"),
+        ({"trainable_token_indices": {"emb": [1, 50]}}, "", (), "emb",
+         "its trained tokens do not fit the base's shape (50, 48)"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 1 LoRA tensor")  # peft takes the bias for a shard
+def test_any_part_of_an_adapter_that_does_not_fit_the_base_is_a_finding(
+    options: dict[str, Any], part: str, shape: tuple[int, ...], tensor: str, said: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    larger = Network()
+    larger.emb = nn.Embedding(60, 48)
+    peft.get_peft_model(larger, lora(target_modules=["q"], **options)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    state |= {key: torch.ones(shape) for key in state if part and key.removesuffix(".weight").endswith(part)}
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    found = difference(Network(), tmp_path)
+    assert [f.path for f in found.findings if f.code == "G713"] == [tensor]
+    assert said in found[tensor].reason
+
+
+class Tied(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(48, 50, bias=False)
+        self.head.weight = self.emb.weight
+
+
+TIED: dict[str, tuple[Any, set[str]]] = {
+    "of the head": (lambda: lora(target_modules=["head"]), {"head"}),
+    "of the embedding": (lambda: lora(target_modules=["emb"]), {"emb"}),
+    "a trained embedding": (lambda: lora(target_modules=["q"], modules_to_save=["emb"]), {"emb", "q"}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft warns of tied weights
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("live", [True, False])
+def test_an_adapter_of_one_of_two_tied_layers_changes_that_one(name: str, live: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base, (config, changed) = Tied(), TIED[name]
+    model = peft.get_peft_model(copy.deepcopy(base), config())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 if parameter.requires_grad else 0.0)
+    model.save_pretrained(tmp_path)
+    found = difference(base, model if live else tmp_path)
+    assert {path for path in ("emb", "head", "q") if found[path].relative} == changed
+    inputs, units = torch.arange(50), torch.eye(48)
+    used = model.base_model.model
+    for path, weight in (("emb", used.emb(inputs)), ("head", used.head(units).mT)):
+        if path in changed:
+            before = base.emb.weight.detach().double()
+            right = ((weight.detach().double() - before).norm() / before.norm()).item()
+            assert found[path].relative == pytest.approx(right, rel=1e-5)

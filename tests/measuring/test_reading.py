@@ -321,3 +321,12 @@ def test_values_read_from_their_place_are_those_that_were_written(dtype: torch.d
         read = tensor.load()
         assert read.dtype == dtype
         assert torch.equal(read.double(), state[name].double())
+
+
+@pytest.mark.parametrize("keys", [(0, 1), (b"a.weight", b"b.weight"), (("a", 0), ("a", 1))])
+def test_keys_that_are_no_text_are_read_from_a_file_too(keys: tuple[Any, Any], tmp_path: Path) -> None:
+    state = {keys[0]: torch.randn(6, 4), keys[1]: torch.randn(4, 6)}
+    torch.save({"state_dict": state}, tmp_path / "m.pt")
+    found, held = measure(tmp_path / "m.pt"), measure(state)
+    assert [(t.path, t.status) for t in found.tensors] == [(str(key), "measured") for key in keys]
+    assert [t.frobenius for t in found.tensors] == [t.frobenius for t in held.tensors]

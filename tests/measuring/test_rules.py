@@ -57,7 +57,7 @@ def test_marks_of_tables_are_told_by_notes_too() -> None:
     nn.init.ones_(constant.weight)
     frozen = nn.Embedding(20, 8).requires_grad_(False)
     found = measure(nn.ModuleList([table, constant, frozen]))
-    assert [t.marks for t in found.tensors] == [("padding",), ("constant",), ("fixed",)]
+    assert [t.marks for t in found.tensors] == [("table", "padding"), ("table", "constant"), ("table", "fixed")]
     assert all(t.notes for t in found.tensors)
 
 
@@ -116,6 +116,16 @@ def test_the_padding_row_of_an_embedding_is_no_dead_filter() -> None:
     with torch.no_grad():
         two.weight[7] = 0
     assert [f.code for f in measure(two).findings] == ["G102"]
+
+
+@pytest.mark.parametrize(("kind", "level"), [(nn.Embedding, "info"), (nn.EmbeddingBag, "info"), (nn.Linear, "warn")])
+def test_new_tokens_that_start_from_one_vector_are_a_remark(kind: type[nn.Module], level: str) -> None:
+    """As a vocabulary grows in transformers: the new rows are the mean of the others."""
+    table = kind(40, 24) if kind is not nn.Linear else nn.Linear(24, 40)
+    with torch.no_grad():
+        table.weight[30:] = table.weight[:30].mean(0)
+    found = measure(nn.Sequential(table, nn.Linear(24, 8))).findings
+    assert [f.level for f in found if f.code == "G203"] == [level]
 
 
 def test_pairs_that_are_proportional_are_named_once() -> None:

@@ -362,6 +362,26 @@ CASES: dict[str, Case] = {
     "float8, blocks of text": Case(
         FP8, other_blocks({"quant_method": "fp8", "weight_block_size": [10**30, "x"]}, "not known"), float8=True
     ),
+    "float8, blocks of 64 with a rest, or of 50": Case(
+        FP8,
+        refused(
+            {"l.weight": normal(200, 320).to(torch.float8_e4m3fn), "l.weight_scale_inv": torch.rand(4, 5) + 0.5},
+            {"l.weight": "float8_e4m3fn, and how l.weight_scale_inv scales it is not known"},
+        ),
+        float8=True,
+    ),
+    "float8 with a second scale": Case(
+        FP8,
+        refused(
+            {
+                "l.weight": W.to(torch.float8_e4m3fn),
+                "l.weight_scale": torch.ones(256, 1),
+                "l.weight_global_scale": torch.tensor(0.5),
+            },
+            {"l.weight": "float8_e4m3fn, and how l.weight_global_scale scales it is not known"},
+        ),
+        float8=True,
+    ),
     "float8 of a method that is not known": Case(
         FP8, other_blocks({"quant_method": "new"}, "quantised by new, which is not read"), float8=True
     ),

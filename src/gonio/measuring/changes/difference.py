@@ -26,7 +26,7 @@ from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_ch
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.journal import Journal
-from gonio.measuring.reading.entry import TensorEntry
+from gonio.measuring.reading.entry import TensorEntry, says_tied
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
@@ -432,6 +432,8 @@ def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel])
             row = _not_compared(
                 name, NotCompared(entry.reason, "adapter") if entry is not None and entry.fault else only
             )
+        elif (twin := model.entries.get(held.tied)) is not None and twin.load is entry.load:  # one tensor on both sides
+            row = _not_compared(name, NotCompared(says_tied(held.tied)))
         else:
             before = values_of(held, "before") if before is None else before
             row, change = _row_of(name, held, entry, before)

@@ -14,7 +14,7 @@ from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
 from gonio.measuring.changes.pair import Cause
 from gonio.measuring.reading.adapters import Places, Unfit, no_weight
-from gonio.measuring.reading.entry import ADDITIVE_MASK, TensorEntry, is_additive_mask, numbers_of
+from gonio.measuring.reading.entry import ADDITIVE_MASK, TensorEntry, is_additive_mask, numbers_of, with_ties
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
 from gonio.messages import counted, said_by, say
@@ -105,7 +105,7 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
 def _plain(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors of the plain model by their names in it; a trained copy of a layer before the original."""
     made: dict[str, TensorEntry] = {}
-    for entry in entries:
+    for entry in with_ties(entries):
         name = entry.weight_name or entry.name
         if entry.role not in ("part", "adapter") and not (name in made and ".original_module." in entry.name):
             made[name] = entry

@@ -403,7 +403,10 @@ def _in_order(table: Tensor, values: dict[str, Any]) -> bool:
 
 def _row(entry: TensorEntry, **values: Any) -> TensorMeasurement:
     base = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": (), "dtype": ""}
-    return TensorMeasurement(**{**base, "notes": entry.notes, "marks": entry.marks, **values})
+    made = {**base, "notes": entry.notes, "marks": entry.marks, **values}
+    if entry.table:
+        made["marks"] = ("table", *made["marks"])
+    return TensorMeasurement(**made)
 
 
 def _filters(tensor: Tensor, layout: Layout, name: str, notes: tuple[str, ...], *, deep: bool) -> dict[str, Any]:

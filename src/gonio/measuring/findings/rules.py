@@ -30,9 +30,7 @@ from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import (
     FACTOR,
     LOW_RANK,
-    MATRIX,
     NO_VARIANCE,
-    TABLE,
     negative_variances,
 )
 from gonio.messages import Message, are, counted, fixed, joined, local, say
@@ -478,7 +476,7 @@ def _pairs_of_copies(t: TensorMeasurement) -> int:
     return sum(copies * (copies + 1) // 2 for copies in alike)
 
 
-@rule("G203", WEIGHT_RULES, harmless=lambda t: t.kind in (TABLE, MATRIX))
+@rule("G203", WEIGHT_RULES, harmless=lambda t: "table" in t.marks)
 def _equal(t: TensorMeasurement) -> str | None:
     if not t.proportional or not t.dim or _alike_on_purpose(t):
         return None

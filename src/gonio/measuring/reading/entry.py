@@ -22,7 +22,7 @@ from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
 from gonio.messages import Message, are, counted, fixed, say
 
-Mark = Literal["padding", "maybe padding", "filled", "fixed", "constant", "ordered", "no variance", "failed"]
+Mark = Literal["table", "padding", "maybe padding", "filled", "fixed", "constant", "ordered", "no variance", "failed"]
 """What rules ask of a tensor beside its figures; a note says each to the reader, but for a `failed` reading."""
 
 PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
@@ -62,6 +62,7 @@ class TensorEntry:
         reason: why it has no filters, or why it cannot be measured at all.
         notes: remarks for the reader, for example that the layout was inferred from the shape.
         marks: what of them rules ask for.
+        tied: the name of the entry that holds the same tensor.
         shape, dtype: as far as they are known without reading the tensor; None and "" for a computed weight.
         role: "part" of a weight that is computed from several tensors, or of an "adapter": neither is a weight of the
             plain model. "unknown" for a weight whose values are not known: `load` gives NaN, `reason` says why.
@@ -87,6 +88,7 @@ class TensorEntry:
     padding: tuple[int, ...] = ()
     table: bool = False
     marks: tuple[Mark, ...] = ()
+    tied: str = ""
 
     def marked(self, mark: Mark, note: str) -> TensorEntry:
         """The same entry with a mark, and with the note that says it."""
@@ -107,6 +109,20 @@ class TensorEntry:
         return replace(
             self, load=lambda: torch.full(shape, torch.nan), reason=reason, role="unknown", notes=(), marks=()
         )
+
+
+def with_ties(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """The entries, tied ones with the values of the tensor that they are tied to."""
+    made = list(entries)
+    named = {entry.name: entry for entry in made}
+    return [
+        replace(named[e.tied], name=e.name, weight_name=e.weight_name, role=e.role, tied=e.tied) if e.tied else e
+        for e in made
+    ]
+
+
+def says_tied(name: str) -> str:
+    return f"tied to {name}, where it is measured"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from gonio.measuring.reading.entry import (
     header_of,
     infer,
     is_batched_kernel,
+    says_tied,
 )
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
@@ -57,8 +58,8 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
                     entry = replace(_not_learned(entry, tensor, trained), table=True)
                 made.append(entry)
             else:
-                reason = f"tied to {first}, where it is measured"
-                made.append(TensorEntry(path, type(site.module).__name__, None, None, reason))
+                kind = type(site.module).__name__
+                made.append(TensorEntry(path, kind, None, None, says_tied(first), tied=first))
     shapes = {entry.name: entry.shape for entry in made if entry.shape is not None}
     unread = [
         e.name for e in made if e.reason.startswith((_UNREAD, STACKED)) or (e.inferred and untold(e.name, shapes))

@@ -50,6 +50,7 @@ from gonio.measuring.reading.entry import (
     infer,
     is_batched_kernel,
     stores_inputs_first,
+    with_ties,
 )
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
@@ -156,7 +157,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
             "Pass the adapters first and the model that they adapt as base, or no base.",
         )
     if adapters:
-        held = {} if base is None else {entry.weight_name or entry.name: entry for entry in contents_of(base).entries}
+        held = {} if base is None else {e.weight_name or e.name: e for e in with_ties(contents_of(base).entries)}
         added = entries_of_adapters(adapters, held)
         if base is not None and not any(held.get(e.weight_name or e.name) is e for e in added):
             raise InvalidArgumentError(

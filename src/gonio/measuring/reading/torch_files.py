@@ -85,7 +85,7 @@ def open_torch(path: Path, key: str = "") -> Opened:
         return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
     raw = optimizers_in(mapped.content, mapped.stored)
     at = tuple(found.key.split(".")) if found.key else ()
-    opened = open_state(found, raw, lambda name: mapped.read((*at, f"{found.prefix}{name}")))
+    opened = open_state(found, raw, lambda name: mapped.read((*at, f"{found.prefix}{name}" if found.prefix else name)))
     if classes := sorted(_classes_in(mapped.content)):
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))

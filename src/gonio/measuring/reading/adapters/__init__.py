@@ -79,7 +79,7 @@ class Adapter:
         """The entry of the adapted tensor of a base."""
         if reason := self.reason or self.check(base):
             return replace(base.unknown(reason), fault=self.fault)
-        return replace(base, load=partial(self._total, base), notes=(), marks=())
+        return replace(base, load=partial(self._total, base), notes=(), marks=(), tied="")
 
     def _total(self, base: TensorEntry) -> Tensor:
         weight = base.read()

@@ -117,9 +117,10 @@ def _added_to_experts(delta: StoredTensor, experts: int, weight: Tensor, base: T
     if weight.shape == delta.shape:  # a base whose axes are known is read as a matrix for each expert
         return weight + values.flatten(0, 1).to(weight)
     straight, turned = tuple(weight.shape) == values.shape, tuple(weight.shape) == values.mT.shape
-    if straight == turned:
-        what = "which axis of the experts holds the outputs is not known" if straight else "the shapes do not fit"
-        raise ValueError(f"{what}: {tuple(weight.shape)}")
+    if not (straight or turned):
+        raise _unfit(values, weight)
+    if straight and turned:
+        raise ValueError(f"which axis of the experts holds the outputs is not known: {tuple(weight.shape)}")
     return weight + (values if straight else values.mT).to(weight)
 
 
@@ -196,19 +197,23 @@ def _adapted(
     turned = embedding or (weight.ndim == delta.ndim == 2 and _is_turned(delta, base, tuple(weight.shape)))
     total = weight.mT if turned else weight
     if tuple(total.shape) != tuple(delta.shape):
-        made, found = tuple(delta.mT.shape if embedding else delta.shape), tuple(weight.shape)
-        why = say(
-            "the adapter is made for a weight of the shape {made}, the base has the shape {found}",
-            made=made,
-            found=found,
-        )
-        raise Unfit(why)
+        raise _unfit(delta.mT if embedding else delta, weight)
     if initial is not None:
         total = total - initial(total)
     total = total + delta.to(total)
     if norms is not None:
         total = with_norms(total, norms.load().to(total))
     return total.mT if turned else total
+
+
+def _unfit(made: Tensor | StoredTensor, weight: Tensor) -> Unfit:
+    return Unfit(
+        say(
+            "the adapter is made for a weight of the shape {made}, the base has the shape {found}",
+            made=tuple(made.shape),
+            found=tuple(weight.shape),
+        )
+    )
 
 
 def _is_turned(delta: Tensor, base: TensorEntry, shape: tuple[int, ...]) -> bool:
@@ -251,7 +256,7 @@ def with_norms(total: Tensor, norms: Tensor) -> Tensor:
     )
     matrix = total.transpose(0, 1) if inputs else total
     if norms.numel() != len(matrix):
-        raise ValueError(f"the adapter has {norms.numel()} norms for {len(matrix)} filters")
+        raise Unfit(say("the adapter has {norms} norms for {n} filters", norms=norms.numel(), n=len(matrix)))
     factor = norms.flatten() / torch.linalg.vector_norm(matrix.flatten(1), dim=1)
     made = matrix * factor.reshape(-1, *[1] * (matrix.ndim - 1))
     return made.transpose(0, 1) if inputs else made
@@ -259,4 +264,6 @@ def with_norms(total: Tensor, norms: Tensor) -> Tensor:
 
 def _shifted(shift: StoredTensor, scale: float | None, weight: Tensor, base: TensorEntry) -> Tensor:
     """A bias, and the bias of the adapter's B times the scale."""
+    if weight.shape != shift.shape:
+        raise _unfit(shift, weight)
     return weight + shift.load().to(weight) * (scale or 0.0)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.measuring.reading.adapters import Adapter, AdapterConfig, Group
+from gonio.measuring.reading.adapters import Adapter, AdapterConfig, Group, Unfit
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.messages import say
 
 TERMS = 5  # of the Neumann series, where the configuration names no other number
 MOST_TERMS = 100
@@ -84,8 +85,14 @@ def _turned(
     filters, blocks = stored.flatten(1), _blocks(packed.load().float(), terms, radius)
     size = blocks.shape[-1]
     if filters.shape[1] % size or len(blocks) not in (1, filters.shape[1] // size):
-        found = f"{len(blocks)} blocks of {size}, the base has filters of length {filters.shape[1]}"
-        raise ValueError(f"the adapter rotates {found}")
+        raise Unfit(
+            say(
+                "the adapter rotates {blocks} blocks of {size}, the base has filters of length {length}",
+                blocks=len(blocks),
+                size=size,
+                length=filters.shape[1],
+            )
+        )
     every = blocks.expand(filters.shape[1] // size, -1, -1)
     made = torch.einsum("nrk,rck->nrc", filters.unflatten(1, (-1, size)), every).reshape(stored.shape)
     return made.mT if turned else made

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.measuring.reading.adapters import Adapter, AdapterConfig, Group
+from gonio.measuring.reading.adapters import Adapter, AdapterConfig, Group, Unfit
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.messages import say
 
 
 def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTensor]) -> list[Adapter]:
@@ -37,5 +38,5 @@ def _indices(config: AdapterConfig, path: str) -> list[int] | None:
 def _replaced(rows: StoredTensor, indices: list[int], weight: Tensor, base: TensorEntry) -> Tensor:
     trained = rows.load().to(weight)
     if weight.ndim != 2 or trained.shape[1] != weight.shape[1] or max(indices, default=0) >= len(weight):
-        raise ValueError(f"its trained tokens do not fit the base's shape {tuple(weight.shape)}")
+        raise Unfit(say("its trained tokens do not fit the base's shape {found}", found=tuple(weight.shape)))
     return weight.index_copy(0, torch.tensor(indices, device=weight.device), trained)

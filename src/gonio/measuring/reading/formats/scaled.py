@@ -62,6 +62,10 @@ def _of_keys(
     if len(fitting) == 1 and len(known) == 1:
         key = fitting[0]
         zero, unknown = _zero_point(path, name, key, zeros, stored)
+        others = (other for other in stored if other.startswith(f"{name}_") and other not in (key, zero))
+        second = [other for other in others if _may_scale(other, path, name, stored[other], weight, config)]
+        if second:
+            return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {second[0]} scales it is not known")
         unknown = unknown or (zero if own != name and not _is_integer(zero, stored) else "")
         if unknown:
             return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {unknown} shifts it is not known")
@@ -141,11 +145,17 @@ def _blocks(shape: tuple[int, ...], scale: StoredTensor, config: Mapping[str, An
             made.append(of // n)
         elif -(-of // block) == n:
             made.append(block)
-        elif of % n == 0 and "weight_block_size" not in config:
+        elif of % n == 0 and "weight_block_size" not in config and not _is_padded(of, n):
             made.append(of // n)
         else:
             return None
     return tuple(made)
+
+
+def _is_padded(of: int, n: int) -> bool:
+    """Whether blocks of a power of 2, the last of them not full, may be meant instead of equal ones of another size."""
+    size = 1 << (of // n - 1).bit_length()
+    return size != of // n and -(-of // size) == n
 
 
 def _values(weight: StoredTensor, scale: StoredTensor, zero: StoredTensor | None, blocks: tuple[int, ...]) -> Tensor:
