@@ -20,7 +20,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFil
 from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
 from gonio.measuring.reading.entry import StoredTensor, clean_names
 from gonio.measuring.reading.kinds import KINDS
-from gonio.measuring.reading.safetensors_files import damaged
+from gonio.measuring.reading.opened import intact
 from gonio.measuring.reading.shards import open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file, small_json
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
@@ -248,11 +248,8 @@ def _parts(files: list[Path], key: str) -> tuple[dict[str, Tensor], Mapping[str,
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except Exception as error:  # the reader's own errors, and what a hostile header provokes
-        raise damaged(path, error) from error
+    with intact(path), safe_open(path, framework="pt", device="cpu") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def _torch(path: Path, key: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -24,10 +24,10 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
-from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
+from gonio.measuring.reading.opened import without_values
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.source import (
     CONFIGURATIONS,

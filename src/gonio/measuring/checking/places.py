@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
+from gonio.measuring.reading.deepspeed_files import archives_in, is_universal, is_zero
 from gonio.measuring.reading.entry import (
     StoredTensor,
     dtype_named,
@@ -34,15 +35,14 @@ from gonio.measuring.reading.entry import (
     stored_entries,
 )
 from gonio.measuring.reading.formats import ENDINGS, stored_weights
+from gonio.measuring.reading.opened import CutOff, Opened, Problem, fill, gaps, intact
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
-from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps, texts_of
+from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
-from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, holders, state_in
+from gonio.measuring.reading.state_dicts import holders, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
-from gonio.measuring.reading.universal_files import archives_in, is_universal
-from gonio.measuring.reading.zero_files import is_zero
 from gonio.messages import say
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
@@ -280,7 +280,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
     Raises:
         UnreadableFileError: if it is not one.
     """
-    try:
+    with intact(path):
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -289,8 +289,6 @@ def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
             header, doubled = parsed(file.read(length))
         if not isinstance(header, dict):
             raise ValueError("the header is no object")
-    except (ValueError, RecursionError, OSError) as error:
-        raise damaged(path, error) from error
     return header, 8 + length, [name for name in doubled if name in header]
 
 
@@ -317,11 +315,8 @@ def _opened(path: Path, offset: int) -> Iterator[Read]:
 
         def read(at: int, target: Any) -> None:
             file.seek(offset + at)
-            done = 0
-            while done < len(target):
-                if not (got := file.readinto(target[done:])):
-                    raise damaged(path, EOFError("it ends before this tensor does"))
-                done += got
+            with intact(path):
+                fill(file, target)
 
         yield read
 

@@ -9,10 +9,10 @@ from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.flax_files import open_flax
 from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.hdf5_files import open_hdf5
-from gonio.measuring.reading.numpy_files import stored_in_numpy
+from gonio.measuring.reading.numpy_files import open_numpy
 from gonio.measuring.reading.onnx_files import open_onnx
+from gonio.measuring.reading.opened import Opened
 from gonio.measuring.reading.safetensors_files import open_safetensors
-from gonio.measuring.reading.state_dicts import Opened
 from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
 
 OTHERS: dict[str, Callable[[Path], Opened]] = {
@@ -21,7 +21,7 @@ OTHERS: dict[str, Callable[[Path], Opened]] = {
     ".onnx": open_onnx,
     **dict.fromkeys((".keras", ".h5", ".hdf5"), open_hdf5),
     ".msgpack": open_flax,
-    ".npz": lambda path: Opened(stored_in_numpy(path)),
+    ".npz": open_numpy,
 }
 KINDS = (".safetensors", ".safetensors.index.json", *SUFFIXES, *(kind for kind in OTHERS if kind != ".safetensors"))
 

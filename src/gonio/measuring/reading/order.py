@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from gonio.measuring.reading.state_dicts import Problem
+from gonio.measuring.reading.opened import Problem
 from gonio.messages import counted, say
 
 SIBLINGS = 3  # of one shape, and of one name up to numbers in it, that a matrix of a stack of layers has at least

@@ -14,7 +14,7 @@ from gonio.errors import GonioError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.kinds import open_single
-from gonio.measuring.reading.state_dicts import Opened, Problem
+from gonio.measuring.reading.opened import Opened, Problem
 from gonio.messages import counted, say
 
 LARGEST_INDEX = 100 << 20  # bytes; the index of a model of a million tensors is smaller
@@ -32,7 +32,7 @@ def open_shards(index: Path) -> Opened:
         if name not in names:
             said = shards[shard]
             reason = said if isinstance(said, str) else f"the shard {plain(shard)} does not hold it"
-            missing.append(TensorEntry(name, "", None, None, reason))
+            missing.append(TensorEntry.unread(name, reason))
     there = {shard for shard in shards if (index.parent / shard).is_file()}
     unread = [Problem("G701", name, said) for name, said in shards.items() if name in there and isinstance(said, str)]
     problems = [

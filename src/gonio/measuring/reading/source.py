@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
-from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import (
     Adapter,
     AdapterConfig,
@@ -30,6 +29,7 @@ from gonio.measuring.reading.adapters import (
     may_hold_adapters,
     stated_in_header,
 )
+from gonio.measuring.reading.deepspeed_files import is_universal, is_zero, open_universal, open_zero
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
     AS_STORED,
@@ -56,13 +56,12 @@ from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, Stor
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.kinds import KINDS, OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.reading.opened import Opened, Problem, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
-from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
+from gonio.measuring.reading.state_dicts import open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
-from gonio.measuring.reading.universal_files import is_universal, open_universal
-from gonio.measuring.reading.zero_files import is_zero, open_zero
 from gonio.messages import Message, joined, say
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
@@ -305,7 +304,7 @@ def _without_batch(entry: TensorEntry) -> TensorEntry:
 def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     """The entry of a weight computed from its parts; a stack of matrices is read as one of experts."""
     if weight.stored is None:
-        return TensorEntry(name, "", None, None, weight.note)
+        return TensorEntry.unread(name, weight.note)
     layout, kind, reason, notes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
     if weight.matrices > 1 or (layout is None and weight.kind == "quantised"):
         layout, kind, reason = Layout(blocks=weight.matrices), "linear", ""

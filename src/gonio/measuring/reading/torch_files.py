@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
-from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
+from gonio.measuring.reading.opened import TORCH, Opened, intact, misnamed
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import (
     OF_SETTINGS,
@@ -28,8 +28,7 @@ from gonio.measuring.reading.pickles import (
     StoredPart,
     parts_of,
 )
-from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in
+from gonio.measuring.reading.state_dicts import Found, by_form, open_state, state_in
 from gonio.messages import say
 
 SUFFIXES = TORCH
@@ -273,14 +272,12 @@ def _is_archive(path: Path) -> bool:
         UnreadableFileError: for TorchScript, and for another archive that unpacks to more than its size. torch.save
             stores without compression, so that no file of it does.
     """
-    try:
+    with intact(path):
         if not zipfile.is_zipfile(path):
             return False
         with zipfile.ZipFile(path) as archive:
             unfolded = sum(info.file_size for info in archive.infolist())
             scripted = any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in archive.namelist())
-    except Exception as error:
-        raise damaged(path, error) from error
     if scripted:
         do = "Load it with torch.jit.load, and save its state_dict()."
         raise UnreadableFileError(str(path), "it is a TorchScript archive: code beside its tensors", do)

@@ -23,7 +23,7 @@ from torch import Tensor
 from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import LOW_RANK, StoredTensor, TensorEntry
-from gonio.measuring.reading.state_dicts import Problem
+from gonio.measuring.reading.opened import Problem
 from gonio.messages import Message, say
 
 _KEY = re.compile(
