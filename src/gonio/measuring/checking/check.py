@@ -303,7 +303,7 @@ def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[s
     """The paths of tensors as :func:`gonio.measure` orders them; those of several files follow each other by name."""
     known = {tensor.name: tensor for tensor in tensors}
     listed = list(known) if one_file else sorted(known)
-    return [known[name].path for name in in_depth_order({name: known[name] for name in listed})]
+    return [known[name].path for name in in_depth_order({name: known[name].shape for name in listed})]
 
 
 def _folder(held: Inventory) -> Path | None:

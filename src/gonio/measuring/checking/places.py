@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -71,8 +71,8 @@ class Place:
     file: str
     dtype: str
     shape: tuple[int, ...]
-    size: int
-    open: Callable[[], Any]
+    size: int = 0
+    open: Callable[[], Any] = nullcontext
     beside: bool = False
     reason: str = ""
     values: str = ""
@@ -138,13 +138,13 @@ def _of_file(path: Path) -> Inventory:
         return _of_safetensors(path)
     if path.suffix in SUFFIXES and not path.is_dir():
         found = _of_content(mapped_content(path), path.name)
-        return replace(found, problems=(*found.problems, *_checksums(path, found.places)), files=(path,))
+        return replace(found, problems=(*found.problems, *_checksums(path)), files=(path,))
     found = _of_opened(path, open_file(path))
     if not path.is_dir():
         return found
     archives = archives_in(path) if is_universal(path) else []
     archives += [file for file in sorted(path.glob("*_states.pt")) if is_zero(path)]
-    return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file, ()))))
+    return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file))))
 
 
 def vectors_of(found: Inventory) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor | None]]]:
@@ -392,11 +392,11 @@ def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
 def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded tensor, what is here
     if is_lazy(local):
-        return Place(name, file, "", (), 0, _nothing, reason="a lazy layer that has seen no input yet")
+        return Place(name, file, "", (), reason="a lazy layer that has seen no input yet")
     if type(local).dequantize is not Tensor.dequantize:  # a quantised tensor of another library
         found = numbers_of(local)
         if found.tensor is None:
-            return Place(name, file, header_of(local)[1], header_of(local)[0], 0, _nothing, reason=found.reason)
+            return Place(name, file, header_of(local)[1], header_of(local)[0], reason=found.reason)
         local = found.tensor
     local = local.detach()
     shape, dtype = header_of(local)
@@ -410,12 +410,7 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
         damaged = True
     else:
         size = local.nbytes
-    return Place(name, file, dtype, shape, size, partial(_in_memory, local), reason=reason, damaged=damaged)
-
-
-@contextmanager
-def _nothing() -> Iterator[Read]:
-    yield lambda at, target: None
+    return Place(name, file, dtype, shape, size, partial(_loaded, lambda: local), reason=reason, damaged=damaged)
 
 
 def _of_opened(path: Path, opened: Opened) -> Inventory:
@@ -428,26 +423,18 @@ def _of_opened(path: Path, opened: Opened) -> Inventory:
             dtype = dtype_named(values)
             size = 0 if dtype is None else stored.entries * dtype.itemsize
             reason = f"torch has no dtype for {stored.dtype}" if dtype is None else ""
-            place = Place(
-                name, stored.file or path.name, stored.dtype, stored.shape, size, partial(_loaded, stored.load)
-            )
-            places.append(replace(place, values=values, beside=beside, reason=reason, state=id(stored) in states))
+            file, opened_by = stored.file or path.name, partial(_loaded, stored.load)
+            place = Place(name, file, stored.dtype, stored.shape, size, opened_by, beside, reason, values)
+            places.append(replace(place, state=id(stored) in states))
     places += [
-        Place(other.name, path.name, other.dtype, other.shape or (), 0, _nothing, reason=other.reason)
-        for other in opened.others
+        Place(other.name, path.name, other.dtype, other.shape or (), reason=other.reason) for other in opened.others
     ]
     return Inventory(tuple(places), opened.problems, opened.notes, (path,))
 
 
 @contextmanager
 def _loaded(load: Callable[[], Tensor]) -> Iterator[Read]:
-    with _in_memory(load()) as read:
-        yield read
-
-
-@contextmanager
-def _in_memory(tensor: Tensor) -> Iterator[Read]:
-    data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    data = load().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
     def read(at: int, target: Any) -> None:  # by torch: a storage that NumPy has seen cannot be resized, as FSDP does
         torch.from_numpy(target).copy_(data[at : at + len(target)])
@@ -455,7 +442,7 @@ def _in_memory(tensor: Tensor) -> Iterator[Read]:
     yield read
 
 
-def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
+def _checksums(path: Path) -> Iterator[Problem]:
     """The archive's records against their checksums, which torch does not compare when it loads a file.
 
     Records of an archive that was written under `torch.serialization.set_crc32_options(False)` have none; then all

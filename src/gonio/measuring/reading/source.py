@@ -139,7 +139,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         headers = {other.name: (other.shape or (), other.dtype) for other in opened.others}
         headers |= {name: (tensor.shape, tensor.dtype) for name, tensor in opened.stored.items()}
         absent = without_values(headers)
-        opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
+        order = in_depth_order({name: tensor.shape for name, tensor in opened.stored.items()}, beside.vocabulary)
+        opened = replace(opened, stored={name: opened.stored[name] for name in order})
         about, config = configured(beside.adapters, opened.metadata, opened.stored)
         adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
