@@ -15,7 +15,7 @@ from rich.text import Text
 from gonio.escaping import plain
 from gonio.measuring.reading.order import pattern_of
 from gonio.measuring.showing.table import NamedRow
-from gonio.messages import Message, fixed, say
+from gonio.messages import fixed, say
 from gonio.pages.tables import bare_table, number
 
 
@@ -101,27 +101,18 @@ def rows_shown(
 
     Args:
         ordered: all rows in the order in which they are shown. `tensors`: in that of the model, where it is another.
-        first, score: as :func:`standing_out` takes them. `figures`: as :func:`grouped` takes them.
-        noun, by: what the rows are, and what stands out in them, as :func:`said_of` takes them.
+        first: paths of rows that are shown before others, then those with the largest `score`.
+        figures: as :func:`grouped` takes them. `noun`, `by`: what the rows are, and what stands out in them.
     """
     if len(ordered) <= on.longest:
         return None, ordered, ""
-    shown = standing_out(ordered, first, score, on.most)
-    return grouped(ordered if tensors is None else tensors, figures), shown, said_of(len(shown), len(ordered), noun, by)
-
-
-def standing_out(rows: Sequence[Row], first: Collection[str], score: Callable[[Row], float], most: int) -> list[Row]:
-    """At most so many rows in their order: those with these paths, then those with the largest scores."""
-    ranked = sorted(range(len(rows)), key=lambda i: (rows[i].path not in first, -score(rows[i])))
-    return [rows[i] for i in sorted(ranked[:most])]
-
-
-def said_of(shown: int, count: int, noun: str, by: str) -> Message:
-    """The sentence above the rows that are left of a long table."""
-    return say(
+    ranked = sorted(range(len(ordered)), key=lambda i: (ordered[i].path not in first, -score(ordered[i])))
+    shown = [ordered[i] for i in sorted(ranked[: on.most])]
+    said = say(
         "Of {count:,} {noun}, the {shown} that stand out: those with findings, then {by}. The CSV and JSON have all.",
-        count=count,
+        count=len(ordered),
         noun=fixed(noun),
-        shown=shown,
+        shown=len(shown),
         by=fixed(by),
     )
+    return grouped(ordered if tensors is None else tensors, figures), shown, said
