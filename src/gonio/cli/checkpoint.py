@@ -18,11 +18,12 @@ from gonio.cli.app import check_folders
 from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
+from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import StoredTensor, clean_names
 from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.opened import intact
 from gonio.measuring.reading.shards import open_parts
-from gonio.measuring.reading.source import absent, files_in, open_file, small_json
+from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
 from gonio.messages import Message, counted, joined, say
 from gonio.parametrizations.checkpoints import kinds_in
@@ -189,7 +190,7 @@ def _adapted(checkpoint: Checkpoint) -> list[str]:
     if not may_hold_adapters(checkpoint.state):
         return []
     path = Path(checkpoint.path)
-    config = small_json((path if path.is_dir() else path.parent) / "adapter_config.json")
+    config = Configurations.in_folder(path if path.is_dir() else path.parent).adapter
     stored = {name: StoredTensor.of(t) for name, t in checkpoint.state.items() if isinstance(t, Tensor)}
     return list(dict.fromkeys(adapter.path for adapter in adapters_in(stored, AdapterConfig(config))))
 
