@@ -75,7 +75,8 @@ def read(path: str, *, key: str | None = None) -> Checkpoint:
     else:
         _check_loads(files[0])
         if files[0].suffix != ".safetensors":
-            state, metadata = _torch(files[0], key or "")
+            held, content = state_of_torch(files[0], key or "")
+            state, metadata = held.state, content if held.key else {}
         else:
             state, metadata = _safetensors(files[0]) if key is None else _parts(files, key)
     seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
@@ -251,8 +252,3 @@ def _parts(files: list[Path], key: str) -> tuple[dict[str, Tensor], Mapping[str,
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     with intact(path), safe_open(path, framework="pt", device="cpu") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-def _torch(path: Path, key: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    held, content = state_of_torch(path, key)
-    return held.state, content if held.key else {}

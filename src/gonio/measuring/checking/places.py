@@ -41,7 +41,7 @@ from gonio.measuring.reading.pickles import record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
-from gonio.measuring.reading.state_dicts import holders, state_in
+from gonio.measuring.reading.state_dicts import holders, leaves, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
 from gonio.messages import say
 
@@ -339,7 +339,7 @@ def _of_content(content: Any, file: str) -> Inventory:
     others = 0
     raw = optimizers_in(content, in_memory)
     starts = tuple(f"{one.place}.state.".removeprefix(".") for one in raw)
-    for name, value in _leaves(content):
+    for name, value in leaves(content, _DEPTH):
         if not isinstance(value, Tensor):
             others += not isinstance(value, (type(None), bool, int, float, str, bytes))
             continue
@@ -369,24 +369,6 @@ def _not_compared(content: Any, unknown: Sequence[str]) -> str:
         "compared; gonio measure --key NAME reads one",
         names=names,
     )
-
-
-def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
-    """(place, value) of everything in nested containers; a container that contains itself is visited once."""
-    stack, seen = [("", content, 0)], set()
-    while stack:
-        name, value, depth = stack.pop()
-        if isinstance(value, Mapping):
-            inner = [(str(key), held) for key, held in value.items()]
-        elif isinstance(value, (list, tuple)):
-            inner = [(str(key), held) for key, held in enumerate(value)]
-        else:
-            yield name, value
-            continue
-        if id(value) not in seen and depth < _DEPTH:
-            seen.add(id(value))
-            dot = "." if name else ""
-            stack += [(f"{name}{dot}{key}", held, depth + 1) for key, held in reversed(inner)]
 
 
 def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:

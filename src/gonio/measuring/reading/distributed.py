@@ -102,7 +102,11 @@ def open_distributed(path: Path, key: str = "") -> Opened:
         UnreadableFileError: if the metadata are damaged, or hold an object of a class that is not theirs.
     """
     with intact(path / METADATA):
-        metadata = _metadata(path / METADATA)
+        if (path / METADATA).stat().st_size > LARGEST_PICKLE:
+            raise ValueError(f"it is larger than {LARGEST_PICKLE} bytes")
+        metadata = unpickled(io.BytesIO((path / METADATA).read_bytes()), _CLASSES)
+        if not isinstance(metadata, Record) or metadata.name not in _METADATA:
+            raise ValueError("it holds no metadata of torch.distributed.checkpoint")
         places = _places(metadata["storage_data"])
         named = {str(name): value for name, value in dict(metadata["state_dict_metadata"]).items()}
     folder = _Folder(path=path, sizes={file.name: file.stat().st_size for file in path.iterdir() if file.is_file()})
@@ -114,15 +118,6 @@ def open_distributed(path: Path, key: str = "") -> Opened:
             folder.refuse(name, "its entry in the metadata is invalid")
     folder.problems += _of_files(folder, [name for name in places if name not in named])
     return _sorted_out(metadata, folder, key)
-
-
-def _metadata(path: Path) -> Record:
-    if path.stat().st_size > LARGEST_PICKLE:
-        raise ValueError(f"it is larger than {LARGEST_PICKLE} bytes")
-    found = unpickled(io.BytesIO(path.read_bytes()), _CLASSES)
-    if not isinstance(found, Record) or found.name not in _METADATA:
-        raise ValueError("it holds no metadata of torch.distributed.checkpoint")
-    return found
 
 
 def _places(data: Any) -> dict[str, dict[Any, list[Record]]]:

@@ -215,17 +215,30 @@ def holders(content: Mapping[Any, Any]) -> Iterator[str]:
     return (str(key) for key, value in content.items() if isinstance(value, Tensor) or _holds_tensors(value))
 
 
-def _holds_tensors(value: Any, depth: int = _NESTED) -> bool:
-    """Whether there is a tensor in containers; one that contains itself is looked through once."""
-    waiting, seen = [(value, depth)], set[int]()
-    while waiting:
-        one, left = waiting.pop()
-        if isinstance(one, Tensor):
-            return True
-        if left and id(one) not in seen and isinstance(one, (Mapping, list, tuple)):
-            seen.add(id(one))
-            waiting += [(inner, left - 1) for inner in (one.values() if isinstance(one, Mapping) else one)]
-    return False
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for _, leaf in leaves(value, _NESTED))
+
+
+def leaves(content: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """(place, value) of everything in nested containers; a container that contains itself is visited once.
+
+    Args:
+        depth: levels of containers that are looked into.
+    """
+    stack, seen = [("", content, 0)], set[int]()
+    while stack:
+        name, value, level = stack.pop()
+        if isinstance(value, Mapping):
+            inner = [(str(key), held) for key, held in value.items()]
+        elif isinstance(value, (list, tuple)):
+            inner = [(str(key), held) for key, held in enumerate(value)]
+        else:
+            yield name, value
+            continue
+        if id(value) not in seen and level < depth:
+            seen.add(id(value))
+            dot = "." if name else ""
+            stack += [(f"{name}{dot}{key}", held, level + 1) for key, held in reversed(inner)]
 
 
 def shorten_list(names: Collection[Any], form: Callable[[Any], str] = str) -> str:

@@ -62,7 +62,8 @@ def _of_keys(
     if len(fitting) == 1 and len(known) == 1:
         key = fitting[0]
         zero, unknown = _zero_point(path, name, key, zeros, stored)
-        unknown = unknown or (zero if own != name and not _is_integer(zero, stored) else "")
+        if zero and own != name and not stored[zero].dtype.startswith("int"):  # added to weights, not taken off codes
+            unknown = unknown or zero
         if unknown:
             return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {unknown} shifts it is not known")
         blocks = _blocks(weight.shape, stored[key], config)
@@ -81,11 +82,6 @@ def _exact(shape: tuple[int, ...], scale: StoredTensor | None) -> dict[str, list
     if len(shape) != 2 or len(sizes) != 2 or 0 in sizes or any(of % n for of, n in zip(shape, sizes, strict=True)):
         return {}
     return {"weight_block_size": [of // n for of, n in zip(shape, sizes, strict=True)]}
-
-
-def _is_integer(zero: str, stored: StoredTensors) -> bool:
-    """Whether zero points are integers, which are subtracted from codes; others are added to weights."""
-    return not zero or stored[zero].dtype.startswith("int")
 
 
 def _zero_point(path: str, name: str, scale: str, registered: list[str], stored: FileTensors) -> tuple[str, str]:
