@@ -20,9 +20,8 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFil
 from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import StoredTensor, clean_names
-from gonio.measuring.reading.kinds import KINDS
 from gonio.measuring.reading.opened import intact
-from gonio.measuring.reading.shards import open_parts
+from gonio.measuring.reading.shards import KINDS, open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
 from gonio.messages import Message, counted, joined, say

@@ -16,7 +16,7 @@ from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError, with_article
 from gonio.measuring.reading.hub import snapshot
-from gonio.measuring.reading.kinds import KINDS
+from gonio.measuring.reading.shards import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent, nearly_a_file
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.messages import say

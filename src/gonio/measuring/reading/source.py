@@ -53,12 +53,11 @@ from gonio.measuring.reading.entry import (
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
-from gonio.measuring.reading.kinds import KINDS, OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.opened import Opened, Problem, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
-from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
+from gonio.measuring.reading.shards import KINDS, OTHERS, PART, open_parts, open_shards, open_single, weight_map
 from gonio.measuring.reading.state_dicts import open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.messages import Message, joined, say
