@@ -56,7 +56,6 @@ def measure(
     Checkpoints are read as data: no code in them runs. A configuration file can suppress findings by code
     (ignore = ["G405"]) and by layer ([per-layer-ignores] with "head.*" = ["G101"]).
     """
-    from gonio import measuring
     from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.inputs import read_source
     from gonio.cli.settings import suppression
@@ -83,9 +82,7 @@ def measure(
     based = None if base is None else read_source(base, seed=seed)
     _check_effect(context, [based, first if model is None else source])
     if headers:
-        outline = measuring.outline(first)
-        if not save_formats({"json": json}, {"json": outline.to_json}):
-            show(outline)
+        _write_outline(first, json)
         return
     suppressing = suppression(config, ignore or [])
     how |= {"extra_figures": [figure.value for figure in also or []], "deep": deep}
@@ -206,6 +203,14 @@ def _write(found: Measurements | Differences | Changes | Widths, targets: dict[s
     if not saved:
         show(found)
     return saved
+
+
+def _write_outline(source: Any, json: str | None) -> None:
+    from gonio import measuring
+
+    outline = measuring.outline(source)
+    if not save_formats({"json": json}, {"json": outline.to_json}):
+        show(outline)
 
 
 def _summarise(verdict: Message, found: Sequence[Finding]) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.opened import Opened, Problem, Reading, damaged, intact
+from gonio.measuring.reading.opened import Listing, Opened, Problem, damaged, intact
 from gonio.measuring.reading.optimizers import Raw, fitted
 from gonio.measuring.reading.pickles import OF_TORCH, Archive, Record, StoredPart
 
@@ -86,7 +86,7 @@ def _joined(shape: tuple[int, ...], pieces: _Pieces) -> StoredTensor:
     return StoredTensor(shape, dtype, partial(_read, shape, dtype, pieces), file=file)
 
 
-class _Zero(Reading):
+class _Zero(Listing):
     """What is found in a folder."""
 
     def add(self, name: str, shape: tuple[int, ...], pieces: _Pieces) -> None:
@@ -375,7 +375,7 @@ def archives_in(folder: Path) -> list[Path]:
 
 def open_universal(path: Path) -> Opened:
     """The float32 weights of a universal checkpoint, and the state of its optimizer."""
-    found, states = Reading(), dict[str, dict[str, Any]]()
+    found, states = Listing(), dict[str, dict[str, Any]]()
     for file in archives_in(path):
         name, word = file.parent.name, file.name.removesuffix(".pt")
         try:

@@ -24,7 +24,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, wrong_size
-from gonio.measuring.reading.opened import Opened, Problem, Reading, intact
+from gonio.measuring.reading.opened import Listing, Opened, Problem, intact
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
 from gonio.measuring.reading.state_dicts import of_states, state_in
@@ -76,7 +76,7 @@ class _Piece:
 
 
 @dataclass
-class _Folder(Reading):
+class _Folder(Listing):
     """What is known of a folder while its metadata are read."""
 
     path: Path = field(kw_only=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import Axes, StoredTensor, dtype_named, no_dtype, wrong_size
-from gonio.measuring.reading.opened import Opened, Problem, Reading, intact, read_tensor
+from gonio.measuring.reading.opened import Listing, Opened, Problem, intact, read_tensor
 
 _CHUNKED = "__msgpack_chunked_array__"
 _ARRAYS = (1, 3)  # types of extensions: an array, and a scalar of NumPy, which is stored as one
@@ -69,7 +69,7 @@ def open_flax(path: Path) -> Opened:
         walker = _Walker(raw)
         tree, length = walker.value(0), len(raw)
     tree = tree if isinstance(tree, dict) else {"": tree}  # one array in pieces is a map too
-    found = Reading(problems=[Problem("G703", name, "twice in the same map") for name in walker.doubled])
+    found = Listing(problems=[Problem("G703", name, "twice in the same map") for name in walker.doubled])
     if walker.at != length:
         found.problem("G705", path.name, f"{length - walker.at} bytes after the last array belong to none")
     for name, array in dict(_arrays(tree, "")).items():

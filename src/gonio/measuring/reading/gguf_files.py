@@ -25,7 +25,7 @@ from torch import Tensor
 from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.opened import Opened, Reading, gaps, intact, read_tensor
+from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, read_tensor
 
 _PLAIN = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16"}
 # Name, entries of a block and its bytes, of each type that has blocks; ggml.h and ggml-common.h.
@@ -92,7 +92,7 @@ def open_gguf(path: Path) -> Opened:
             f"{_PACKAGE}.quants", "reading quantised tensors of GGUF", package=_PACKAGE, extra=_PACKAGE
         )
     alignment = keys["general.alignment"]
-    found, ends = Reading(), []
+    found, ends = Listing(), []
     for info in infos:
         size, said = _size(info, alignment)
         code = "G704" if said else ""

@@ -27,7 +27,7 @@ from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, dtype_named, no_dtype, wrong_size
-from gonio.measuring.reading.opened import Opened, Reading, intact
+from gonio.measuring.reading.opened import Listing, Opened, intact
 from gonio.measuring.reading.pickles import FilePart, record_start
 
 ARCHIVE = ".keras"
@@ -101,7 +101,7 @@ def _layers(config: Any, depth: int) -> Iterator[tuple[str, tuple[str, Mapping[s
 
 
 def _datasets(path: Path, h5py: ModuleType, file: Any, layers: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Opened:
-    found = Reading()
+    found = Listing()
     for place, held, layer in _walk(h5py, file):
         name = place.replace("/", ".")
         if isinstance(held, str):

@@ -25,7 +25,7 @@ from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, dtype_named, wrong_size
 from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
-from gonio.measuring.reading.opened import Opened, Reading, gaps, intact, read_tensor
+from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, read_tensor
 
 _LARGEST = 1 << 31  # bytes, of a message of protobuf
 _DTYPES = {
@@ -58,7 +58,7 @@ _UNSAID = "no operator tells which dimension holds its outputs"
 
 
 @dataclass
-class _Reader(Reading):
+class _Reader(Listing):
     """What is found while the tensors of a model are listed.
 
     Attributes:

@@ -112,7 +112,7 @@ class Opened:
 
 
 @dataclass
-class Reading:
+class Listing:
     """What a reader of a format has found so far: every tensor of a file is here, or named with the reason.
 
     Attributes:
