@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import committed
@@ -35,7 +36,6 @@ from gonio.lab.showing.claims import (
     effect_text,
     task_picture,
 )
-from gonio.pages import standalone
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = committed.RESULTS, ROOT / "docs" / "claims"
@@ -89,6 +89,27 @@ _NOTES = {
     "with the rate of each operator tuned, and averages over three angular functions; `bounded-operators` trains "
     "Fashion-MNIST. `decoupled-robust` counts the most harmful of several attacks, that study each attack by itself.",
 }
+
+
+def standalone(picture: str) -> str:
+    """A picture of a page as an SVG file: in the colours of the page for light, and in those for dark where it is dark.
+
+    The colours of the light page are attributes, for programs that read no style sheet.
+    """
+    style = files("gonio.pages").joinpath("templates", "style.css").read_text(encoding="utf-8")
+    blocks = re.findall(r"\.gonio \{\n(.*?)\}", style, flags=re.DOTALL)
+    light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks[:2])
+    rules = [
+        f'[{what}="{light[name]}"]{{{what}:{dark[name]}}}'
+        for what, name in sorted(set(re.findall(r'(fill|stroke)="var\(--([\w-]+)\)"', picture)))
+    ]
+    coloured = re.sub(r'"var\(--([\w-]+)\)"', lambda match: f'"{light[match[1]]}"', picture)
+    head, _, body = coloured.partition(">")
+    title = re.search(r'aria-label="([^"]*)"', head)
+    head = re.sub(r' (class|style)="[^"]*"', "", head)
+    opening = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1)
+    sheet = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+    return f"{opening}>{f'<title>{title[1]}</title>' if title else ''}{sheet}{body}"
 
 
 def _between(path: Path, table: str) -> str:

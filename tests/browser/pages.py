@@ -16,7 +16,7 @@ from docs.pages import ROOT
 from gonio.lab.claims import from_data
 from gonio.lab.showing import html
 from gonio.lab.showing.claims import claims_html
-from gonio.measuring.showing.summary import PAGE
+from gonio.measuring.showing.table import PAGE
 from lab.showing.samples import results
 from lab.showing.test_page import PAYLOADS
 from measuring.nets import tracked

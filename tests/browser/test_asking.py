@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from browser.pages import FLAWED
-from gonio.measuring.showing.summary import PAGE
+from gonio.measuring.showing.table import PAGE
 
 Visit = Callable[..., Any]
 FIRST, SECOND = "#angles table", "#spectra table"

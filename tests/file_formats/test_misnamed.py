@@ -15,7 +15,7 @@ from torch import nn
 
 import gonio
 from gonio.errors import UnreadableFileError
-from gonio.measuring.reading.content import misnamed
+from gonio.measuring.reading.opened import misnamed
 
 
 def _write(kind: str, path: Path) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import gonio
 from foreign import ONE_PROCESS
+from gonio.measuring.reading.deepspeed_files import _CLASSES
 from gonio.measuring.reading.pickles import Archive
 from gonio.measuring.reading.source import contents_of, optimizer_of
-from gonio.measuring.reading.zero_files import _CLASSES
 
 WRITTEN = Path(__file__).parent / "written"
 DECAYED, OTHERS = {"0.weight": (16, 12), "3.weight": (6, 16)}, {"0.bias": (16,), "2.weight": (16,), "2.bias": (16,)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from gonio.measuring import Measurements
 from gonio.measuring.changes.difference import Differences
 from gonio.measuring.changes.several import Changes
 from gonio.measuring.reading.order import pattern_of
-from gonio.measuring.showing.summary import GROUPS, PAGE, TERMINAL, grouped, standing_out
+from gonio.measuring.showing.table import GROUPS, PAGE, TERMINAL, Medium, grouped, rows_shown
 from gonio.pages.charts import BARS, Lane, runs
 from html_reader import Page
 
@@ -85,7 +86,8 @@ def test_short_tables_are_shown_whole() -> None:
 def test_what_stands_out_is_chosen_by_findings_then_by_score() -> None:
     rows = [measured()[f"layers.{i}.{'up' if i % 2 else 'down'}"] for i in range(6)]
     scores = dict(zip((row.path for row in rows), (1.0, 5.0, 2.0, 4.0, 0.0, 3.0), strict=True))
-    chosen = standing_out(rows, {"layers.4.down"}, lambda row: scores[row.path], 3)
+    told: dict[str, Any] = {"first": {"layers.4.down"}, "figures": (), "noun": "layers", "by": "the scores"}
+    _, chosen, _ = rows_shown(rows, Medium(3, 3), score=lambda row: scores[row.path], **told)
     assert [row.path for row in chosen] == ["layers.1.up", "layers.3.up", "layers.4.down"]
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import gonio
+from docs.pages import builder_of
 from gonio.measuring.showing.page import agreement_lanes
-from gonio.pages import pictures, standalone
+from gonio.pages import pictures
 from gonio.pages.charts import Lane, depth_lane, marks
 from gonio.pages.picture import Area, Axis, Dots, Line, Picture, bare, fitted, spark, stairs, svg, ticks
 from gonio.recipes import BASELINE
@@ -276,7 +277,9 @@ def test_a_lane_says_where_its_axis_is_cut() -> None:
 
 
 def test_a_picture_alone_has_both_schemes_and_a_name() -> None:
-    made = standalone(svg(Picture("A & B", Axis(0, 1), Axis(0, 1), (Line([0, 1], [0, 1]),)), width=200))
+    made = builder_of("build_claims").standalone(
+        svg(Picture("A & B", Axis(0, 1), Axis(0, 1), (Line([0, 1], [0, 1]),)), width=200)
+    )
     assert "var(" not in made
     assert 'xmlns="http://www.w3.org/2000/svg"' in made
     assert "<title>A &amp; B</title>" in made

@@ -117,8 +117,7 @@ def check_folders(targets: Mapping[str, str | None], reads: Sequence[str | None]
 
 def _is_read(file: Path, word: str) -> bool:
     """Whether a file is the one that a word names, a shard of it, or a part of the model in the folder it names."""
-    from gonio.measuring.reading.kinds import KINDS
-    from gonio.measuring.reading.shards import weight_map
+    from gonio.measuring.reading.shards import KINDS, weight_map
 
     if not file.exists():
         return False

@@ -18,11 +18,11 @@ from gonio.cli.app import check_folders
 from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
+from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import StoredTensor, clean_names
-from gonio.measuring.reading.kinds import KINDS
-from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.shards import open_parts
-from gonio.measuring.reading.source import absent, files_in, open_file, small_json
+from gonio.measuring.reading.opened import intact
+from gonio.measuring.reading.shards import KINDS, open_parts
+from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
 from gonio.messages import Message, counted, joined, say
 from gonio.parametrizations.checkpoints import kinds_in
@@ -74,7 +74,8 @@ def read(path: str, *, key: str | None = None) -> Checkpoint:
     else:
         _check_loads(files[0])
         if files[0].suffix != ".safetensors":
-            state, metadata = _torch(files[0], key or "")
+            held, content = state_of_torch(files[0], key or "")
+            state, metadata = held.state, content if held.key else {}
         else:
             state, metadata = _safetensors(files[0]) if key is None else _parts(files, key)
     seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
@@ -189,7 +190,7 @@ def _adapted(checkpoint: Checkpoint) -> list[str]:
     if not may_hold_adapters(checkpoint.state):
         return []
     path = Path(checkpoint.path)
-    config = small_json((path if path.is_dir() else path.parent) / "adapter_config.json")
+    config = Configurations.in_folder(path if path.is_dir() else path.parent).adapter
     stored = {name: StoredTensor.of(t) for name, t in checkpoint.state.items() if isinstance(t, Tensor)}
     return list(dict.fromkeys(adapter.path for adapter in adapters_in(stored, AdapterConfig(config))))
 
@@ -248,13 +249,5 @@ def _parts(files: list[Path], key: str) -> tuple[dict[str, Tensor], Mapping[str,
 
 
 def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except Exception as error:  # the reader's own errors, and what a hostile header provokes
-        raise damaged(path, error) from error
-
-
-def _torch(path: Path, key: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    held, content = state_of_torch(path, key)
-    return held.state, content if held.key else {}
+    with intact(path), safe_open(path, framework="pt", device="cpu") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -49,24 +49,10 @@ _TRAINING: dict[str, Any] = {
 }
 
 # Options that decide the results of a study, in the order of its command; the others are settings of this machine.
-_DEFAULTS: dict[str, Any] = {
-    "self_test": False,
-    "task": "digits",
-    "model": None,
-    "script": None,
-    "metric": "score",
-    "unit": "",
-    "direction": "max",
-    "sesoi": 0.0,
-    "seeds": 8,
-    "first_seed": 0,
-    "tune": 0,
-    "robust": False,
-    "epsilon": None,
-    **dict.fromkeys(_TRAINING),
-    "device": None,
-    "output": Path("gonio-study"),
-}
+_DECIDING = (
+    *("self_test", "task", "model", "script", "metric", "unit", "direction", "sesoi", "seeds", "first_seed", "tune"),
+    *("robust", "epsilon", *_TRAINING, "device", "output"),
+)
 _OF_SCORE, _OF_MODEL = ("metric", "unit", "direction", "sesoi"), ("task", "model")
 _OF_TRAINING = ("tune", *_TRAINING)
 
@@ -159,9 +145,9 @@ def compare(
     context: typer.Context,
     recipes: _Recipes = None,
     *,
-    task: _Task = _DEFAULTS["task"],
+    task: _Task = "digits",
     model: _Model = None,
-    seeds: _Seeds = _DEFAULTS["seeds"],
+    seeds: _Seeds = 8,
     first_seed: _FirstSeed = 0,
     jobs: _Jobs = None,
     engine: _Engine = "local",
@@ -176,19 +162,20 @@ def compare(
     self_test: _SelfTest = False,
     dry_run: _DryRun = False,
     script: _Script = None,
-    metric: _Metric = _DEFAULTS["metric"],
+    metric: _Metric = "score",
     unit: _Unit = "",
-    direction: _Direction = _DEFAULTS["direction"],
+    direction: _Direction = "max",
     sesoi: _Sesoi = 0.0,
     run_timeout: _RunTimeout = None,
-    output: _Study = _DEFAULTS["output"],
+    output: _Study = Path("gonio-study"),
 ) -> None:
     """Train recipes and the unchanged model with equal budgets, and test the differences.
 
     Without arguments: the built-in study, on handwritten digits. Rerun the same command to resume a study; more
     seeds or recipes are added to it.
     """
-    given = {name: value for name, default in _DEFAULTS.items() if (value := context.params[name]) != default}
+    defaults = {parameter.name: parameter.default for parameter in context.command.params}
+    given = {name: value for name in _DECIDING if (value := context.params[name]) != defaults[name]}
     _check(recipes or [], given)
     _check_engine(engine, cpus, gpus)
     if engine == "local" and not dry_run:
@@ -198,7 +185,7 @@ def compare(
             pass
     from gonio import lab
 
-    devices = _devices(device, given)
+    devices = _devices(device, given, on_cpu=script is not None or task in lab.tasks.BUILT_IN)
     command, drawn = _command(recipes or [], given), range(first_seed, first_seed + seeds)
     chosen = [] if self_test else recipes or None
     with users_code(task, model):
@@ -244,13 +231,14 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _devices(name: str | None, given: dict[str, Any]) -> Devices:
-    """The devices of the study; an accelerator that was found becomes part of its command."""
-    from gonio.lab import tasks
+def _devices(name: str | None, given: dict[str, Any], *, on_cpu: bool) -> Devices:
+    """The devices of the study; an accelerator that was found becomes part of its command.
+
+    Args:
+        on_cpu: without a name; a script chooses for itself, and may not even look at run.device.
+    """
     from gonio.lab.running.engines import Devices
 
-    # a script chooses for itself, and may not even look at run.device
-    on_cpu = "script" in given or given.get("task", _DEFAULTS["task"]) in tasks.BUILT_IN
     found = Devices.named("cpu" if name is None and on_cpu else name)
     if found.kind != "cpu":
         given.setdefault("device", found.kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from gonio import models
 from gonio.cli.app import print_err, users_code
 from gonio.errors import InvalidArgumentError, UnknownNameError, UnreadableFileError, with_article
 from gonio.measuring.reading.hub import snapshot
-from gonio.measuring.reading.kinds import KINDS
+from gonio.measuring.reading.shards import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent, nearly_a_file
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.messages import say
-from gonio.models.by_name import ModelFactory, is_user_code
+from gonio.models.by_name import is_user_code
 from gonio.seeding import RandomInput, state_kept
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import fitting, outputs
@@ -35,7 +36,7 @@ def build_model(spec: str, *, seed: int = 0, **sizes: int) -> nn.Module:
         return drawn(models.resolve(spec), seed=seed, **sizes)
 
 
-def drawn(factory: ModelFactory, *, seed: int, **sizes: int) -> nn.Module:
+def drawn(factory: Callable[..., nn.Module], *, seed: int, **sizes: int) -> nn.Module:
     """A model of a factory; the same random weights for the same seed."""
     with state_kept():
         torch.manual_seed(seed)
@@ -51,9 +52,8 @@ def build_of_width(spec: str, width: int, *, seed: int) -> nn.Module:
     """
     if not is_user_code(spec):
         raise InvalidArgumentError("--widths takes a file.py:factory of the width", f"{spec!r:.80}", "Write a factory.")
-    with users_code(spec), state_kept():
-        torch.manual_seed(seed)
-        model = models.resolve(spec).function(width)
+    with users_code(spec):
+        model = drawn(lambda: models.resolve(spec).function(width), seed=seed)
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
             say("{spec} builds a model of a width", spec=spec), type(model).__name__, "Return the model."

@@ -57,8 +57,8 @@ def measure(
     (ignore = ["G405"]) and by layer ([per-layer-ignores] with "head.*" = ["G101"]).
     """
     from gonio.cli.checkpoint import read, restored_model
-    from gonio.cli.config import suppression
     from gonio.cli.inputs import read_source
+    from gonio.cli.settings import suppression
     from gonio.measuring.cache import cache_folder
 
     targets = {"html": html, "json": json, "csv": csv, "md": md}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from gonio.cli.app import print_err
 from gonio.messages import Message, fixed, local, say
+from gonio.pages.tables import duration
 
 _SECONDS = 10.0  # between two lines
 _STEPS, _SHARE = 3, 0.05  # that must be done before a time is told
@@ -67,11 +68,6 @@ class Meter:
 
     def about(self, text: Message) -> None:
         """What the work is about, shown until it is done where that is possible."""
-
-
-def duration(seconds: float) -> str:
-    """Seconds, or minutes from two on."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError
-from gonio.measuring.reading.source import CONFIGURATIONS, CheckpointPart, files_read
+from gonio.measuring.reading.configurations import CONFIGURATIONS
+from gonio.measuring.reading.source import CheckpointPart, files_read
 
 SCHEMA = "gonio.journal/1"
 

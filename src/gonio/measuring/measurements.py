@@ -24,8 +24,18 @@ from gonio.measuring.reading.entry import FACTOR, LOW_RANK, UNKNOWN
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
-from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
-from gonio.measuring.showing.table import Table, fitting, markdown_table, reasons, tensor_table
+from gonio.measuring.showing.table import (
+    PAGE,
+    TERMINAL,
+    Grouped,
+    Medium,
+    Table,
+    fitting,
+    markdown_table,
+    reasons,
+    rows_shown,
+    tensor_table,
+)
 from gonio.measuring.showing.usual import beside_trained, kinds_of
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages import made_by

@@ -30,17 +30,12 @@ def render(package: str, template: str, *, whole: bool = True, **values: Any) ->
         whole: one self-contained page; False: a part for a notebook, with its style and without the script.
     """
     made = environment(package).get_template(template).render(whole=whole, **values)
-    return made if whole else _with_own_ids(made)
+    # the outputs of a notebook lie in one document, so that each has ids of its own
+    return made if whole else _ID.sub(rf"\g<1>g{next(_PARTS)}-", made)
 
 
 _PARTS = itertools.count(1)
 _ID = re.compile(r'(\s(?:id|for|aria-labelledby|aria-controls|aria-describedby)="|\shref="#)')
-
-
-def _with_own_ids(part: str) -> str:
-    """A part of a page whose ids no other part has: the outputs of a notebook lie in one document."""
-    number = next(_PARTS)
-    return _ID.sub(lambda found: f"{found[1]}g{number}-", part)
 
 
 @cache
@@ -116,29 +111,6 @@ def _capitalised(text: str) -> str:
 def _words() -> str:
     """The words of the script in the language of the page, as JSON; empty for English, which the script has."""
     return "" if tag() == "en" else json.dumps({name: local(word) for name, word in _WORDS.items()}, ensure_ascii=False)
-
-
-def standalone(picture: str) -> str:
-    """A picture of a page as an SVG file: in the colours of the page for light, and in those for dark where it is dark.
-
-    The colours of the light page are attributes, for programs that read no style sheet.
-    """
-    from importlib.resources import files
-
-    style = files("gonio.pages").joinpath("templates", "style.css").read_text(encoding="utf-8")
-    blocks = re.findall(r"\.gonio \{\n(.*?)\}", style, flags=re.DOTALL)
-    light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in blocks[:2])
-    rules = [
-        f'[{what}="{light[name]}"]{{{what}:{dark[name]}}}'
-        for what, name in sorted(set(re.findall(r'(fill|stroke)="var\(--([\w-]+)\)"', picture)))
-    ]
-    coloured = re.sub(r'"var\(--([\w-]+)\)"', lambda match: f'"{light[match[1]]}"', picture)
-    head, _, body = coloured.partition(">")
-    title = re.search(r'aria-label="([^"]*)"', head)
-    head = re.sub(r' (class|style)="[^"]*"', "", head)
-    opening = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" ', 1)
-    sheet = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
-    return f"{opening}>{f'<title>{title[1]}</title>' if title else ''}{sheet}{body}"
 
 
 def _policy(style: str, script: str) -> str:

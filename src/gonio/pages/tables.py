@@ -30,6 +30,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.replace("-", "−")
 
 
+def duration(seconds: float) -> str:
+    """Seconds, or minutes from two on."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 def unit_of_difference(unit: str) -> str:
     """The unit of a difference: of percentages, points."""
     return "points" if unit in ("percent", "%", "points", "% of runs") else unit

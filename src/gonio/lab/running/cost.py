@@ -54,14 +54,13 @@ def measure_costs(plan: StudyPlan, entries: Sequence[RecipeEntry]) -> list[CostR
     baseline, *steps = [training_step(plan, task, entry) for entry in (plan.baseline, *entries)]
     hashes = [entry.hash for entry in entries]
     rows: list[CostRow] = []
-    for block, ratios in enumerate(_time_ratios(baseline, steps, device)):
-        rows += [(h, "step_time", block, ratio) for h, ratio in zip(hashes, ratios, strict=True)]
+    blocks = time_blocks([baseline, *steps], device, least=5, until=time.monotonic() + _LONGEST)
+    for block, (first, *seconds) in enumerate(blocks):
+        rows += [(h, "step_time", block, each / first) for h, each in zip(hashes, seconds, strict=True)]
     with silent_stderr():
         for block in range(_MEMORY_BLOCKS):
-            first, *peaks = [peak_bytes(step, device) for step in (baseline, *steps)]
-            rows += [
-                (h, "memory", block, peak / first) for h, peak in zip(hashes, peaks, strict=True) if peak and first
-            ]
+            base, *peaks = [peak_bytes(step, device) for step in (baseline, *steps)]
+            rows += [(h, "memory", block, peak / base) for h, peak in zip(hashes, peaks, strict=True) if peak and base]
     for entry, step in zip((plan.baseline, *entries), (baseline, *steps), strict=True):
         model, applied, _ = build(plan, task, entry, plan.seeds[0])
         applied.hold_(make_optimizer(model, plan.training_of(entry)))  # may add learned magnitudes
@@ -98,14 +97,6 @@ def training_step(plan: StudyPlan, task: Task, entry: RecipeEntry) -> Callable[[
     for _ in range(_WARM_UP):
         step()
     return step
-
-
-def _time_ratios(
-    baseline: Callable[[], None], steps: Sequence[Callable[[], None]], device: torch.device
-) -> list[list[float]]:
-    """One list of ratios per block."""
-    blocks = time_blocks([baseline, *steps], device, least=5, until=time.monotonic() + _LONGEST)
-    return [[seconds / block[0] for seconds in block[1:]] for block in blocks]
 
 
 def time_blocks(

@@ -13,7 +13,7 @@ from rich.text import Text
 from gonio.escaping import plain
 from gonio.lab.judging.results import Amount, Effect, Ratio, RecipeTuning, Results, Robust, SecondaryMetric, TimeToScore
 from gonio.messages import Message, counted, fixed, joined, local, say
-from gonio.pages.tables import TextTable, unit_of_difference
+from gonio.pages.tables import TextTable, duration, unit_of_difference
 from gonio.recipes import BASELINE
 
 # Symbol and tone: a verdict is never shown by colour alone.
@@ -102,11 +102,6 @@ def won(effect: Effect) -> str:
         return "–"
     tied = f", {counted(effect.ties, 'tie')}" if effect.ties else ""
     return f"{effect.wins} of {effect.n}{tied}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds, or minutes from two minutes on."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def added(amount: Amount | None) -> str:

@@ -17,10 +17,18 @@ from torch import Tensor, nn
 
 from gonio.escaping import json_data, markdown_cell, plain, shorten
 from gonio.geometry.blocks import StoredDifference
-from gonio.measuring.changes.moved import copied, with_origins
 from gonio.measuring.changes.pair import TensorDifference, figures_of, norm_of
 from gonio.measuring.changes.rules import findings_of_change
-from gonio.measuring.changes.sources import NotCompared, TunedModel, base_entries, layout_of_pair, tuned, values_of
+from gonio.measuring.changes.sources import (
+    NotCompared,
+    TunedModel,
+    base_entries,
+    copied,
+    layout_of_pair,
+    tuned,
+    values_of,
+    with_origins,
+)
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
@@ -29,8 +37,19 @@ from gonio.measuring.journal import Journal
 from gonio.measuring.reading.entry import TensorEntry, says_tied
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
-from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
-from gonio.measuring.showing.table import Column, PagedTable, figures, markdown_table, reasons, tensor_table
+from gonio.measuring.showing.table import (
+    PAGE,
+    TERMINAL,
+    Column,
+    Grouped,
+    Medium,
+    PagedTable,
+    figures,
+    markdown_table,
+    reasons,
+    rows_shown,
+    tensor_table,
+)
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 

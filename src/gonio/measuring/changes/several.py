@@ -24,8 +24,17 @@ from gonio.measuring.findings.rules import Finding, findings_by, markdown_findin
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.reading.source import Source, name_of
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
-from gonio.measuring.showing.summary import PAGE, TERMINAL, Grouped, Medium, rows_shown
-from gonio.measuring.showing.table import Column, PagedTable, markdown_table, tensor_table
+from gonio.measuring.showing.table import (
+    PAGE,
+    TERMINAL,
+    Column,
+    Grouped,
+    Medium,
+    PagedTable,
+    markdown_table,
+    rows_shown,
+    tensor_table,
+)
 from gonio.messages import Message, counted, joined, local, say
 from gonio.pages.tables import bare_table, number
 

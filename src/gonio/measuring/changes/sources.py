@@ -1,23 +1,25 @@
-"""The tensors of a base and of a model tuned from it, paired by name across prefixes and adapters."""
+"""The tensors of a base and of a model tuned from it, paired by name across prefixes and adapters, and by value."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
 
+import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, listing
+from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
-from gonio.measuring.changes.pair import Cause
+from gonio.measuring.changes.pair import Cause, TensorDifference, norm_of
 from gonio.measuring.reading.adapters import Places, Unfit, no_weight
 from gonio.measuring.reading.entry import ADDITIVE_MASK, TensorEntry, is_additive_mask, numbers_of, with_ties
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
-from gonio.messages import counted, said_by, say
+from gonio.messages import Message, counted, said_by, say
 
 DEPTH = 4  # components of a prefix, at most
 SHARED = 0.3  # share of the names that have a prefix, at least
@@ -210,3 +212,72 @@ def layout_of_pair(before: TensorEntry, after: TensorEntry) -> Layout | None:
     """The layout that a model knows, before one that is inferred from a shape."""
     inferred = before.layout is None or (before.layout == Layout() and after.layout is not None)
     return after.layout if inferred else before.layout
+
+
+# --- weights under other names: a conversion put layers or experts in another order, or copied one --------------------
+
+FAR = 0.5  # relative change from which a weight is looked for under other names; that of independent ones is 1.4
+_NEAR, _NEAR_ROUNDED = 1e-9, 1e-4  # relative difference of the norms of equal weights, and of rounded ones
+_TRIED = 4  # weights of about the same norm that are compared with one
+
+
+def with_origins(
+    rows: Sequence[TensorDifference], held: Mapping[str, TensorEntry], model: TunedModel
+) -> list[TensorDifference]:
+    """The rows; that of a weight whose values are those of another one in the base names it.
+
+    Only weights that changed much, or that the base has not, are read again, and compared with those of the base that
+    have their shape and norm.
+    """
+    far = {row.name: row.shape for row in rows if (row.relative or 0.0) > FAR and len(row.shape) > 1}
+    new = [row.name for row in rows if row.name in model.entries and row.name not in held]
+    far |= {name: shape for name in new if len(shape := model.entries[name].shape or ()) > 1}
+    shapes = {*far.values()}
+    known = [(row.norm, row.shape, row.name) for row in rows if row.norm and row.shape in shapes]
+    gone = [row.name for row in rows if row.norm is None and row.name in held and held[row.name].shape in shapes]
+    known += [(norm_of(before), tuple(before.shape), name) for name, before in _loaded(gone, held)]
+    found = {name: origin for name, shape in far.items() if (origin := _origin(name, shape, known, held, model))}
+    return [replace(row, moved_from=found[row.name]) if row.name in found else row for row in rows]
+
+
+def copied(rows: Sequence[TensorDifference]) -> list[Message]:
+    """A note on weights that the base has not under their names, and whose values are those of its weights."""
+    new = [row for row in rows if row.moved_from and row.status == "not compared"]
+    pairs = [
+        say("{name} of {origin}", name=plain(row.path), origin=plain(row.moved_from.removesuffix(".weight")))
+        for row in new
+    ]
+    said = say("only after, with the values of weights of the base: {pairs}", pairs=listing(pairs, limit=4))
+    return [said] if new else []
+
+
+def _origin(
+    name: str,
+    shape: tuple[int, ...],
+    known: Sequence[tuple[float, tuple[int, ...], str]],
+    held: Mapping[str, TensorEntry],
+    model: TunedModel,
+) -> str:
+    """The name in the base of the weight with the values of this one after; empty if there is none."""
+    after = values_of(model.entries[name], "after")
+    norm = norm_of(after) if isinstance(after, Tensor) else 0.0
+    if not isinstance(after, Tensor) or not norm:  # zeros come from nowhere
+        return ""
+    near = sorted((abs(n - norm), other) for n, each, other in known if each == shape and other != name)
+    closest = [other for distance, other in near[:_TRIED] if distance <= _NEAR_ROUNDED * norm]
+    return next((other for other, before in _loaded(closest, held) if _are_equal(before, after, norm)), "")
+
+
+def _loaded(names: Sequence[str], held: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
+    for name in names:
+        values = values_of(held[name], "before")
+        if isinstance(values, Tensor):
+            yield name, values
+
+
+def _are_equal(before: Tensor, after: Tensor, norm: float) -> bool:
+    """Whether two tensors are equal, or one is the other in its dtype."""
+    if before.dtype == after.dtype:
+        return abs(norm_of(before) - norm) <= _NEAR * norm and torch.equal(before, after.to(before.device))
+    after = after.to(before.device)
+    return torch.equal(before.to(after.dtype), after) or torch.equal(after.to(before.dtype), before)

@@ -24,20 +24,17 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
-from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
+from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
+from gonio.measuring.reading.opened import without_values
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.source import (
-    CONFIGURATIONS,
     configured,
     name_of,
     of_damaged,
     optimizer_of,
-    padding_beside,
-    quantisation_of,
-    small_json,
 )
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
@@ -260,7 +257,8 @@ def check(
         raise InvalidArgumentError("check(jobs=) takes a number of threads", f"{jobs}", "Pass 1 or more.")
     known = None if against is None else _fingerprints(against)
     held = with_codes(inventory(source))
-    contents = _contents(held)
+    beside = _beside(held)
+    contents = _contents(held, beside)
     if describe is not None:
         describe(contents)
     kinds = [place.values or place.dtype for place in held.places if not place.reason]
@@ -276,12 +274,10 @@ def check(
         for place, tensor in zip(held.places, scanned, strict=True)
         if tensor.reason and not place.reason
     ]
-    adapters, config = _adapters(held)
+    adapters, config = _adapters(held, beside)
     parts = {part for adapter in adapters for part in adapter.parts}
-    folder = _folder(held)
-    padding = padding_beside({} if folder is None else small_json(folder / "config.json"))
     known_parts = [replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned]
-    tensors = among_others(known_parts, padding=padding)
+    tensors = among_others(known_parts, padding=beside.padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
@@ -303,20 +299,20 @@ def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[s
     """The paths of tensors as :func:`gonio.measure` orders them; those of several files follow each other by name."""
     known = {tensor.name: tensor for tensor in tensors}
     listed = list(known) if one_file else sorted(known)
-    return [known[name].path for name in in_depth_order({name: known[name] for name in listed})]
+    return [known[name].path for name in in_depth_order({name: known[name].shape for name in listed})]
 
 
-def _folder(held: Inventory) -> Path | None:
-    first = held.files[0] if held.files else None
-    return first if first is None or first.is_dir() else first.parent
+def _beside(held: Inventory) -> Configurations:
+    """The configurations beside the first file; none for a state dict."""
+    if not held.files:
+        return Configurations()
+    return Configurations.in_folder(held.files[0] if held.files[0].is_dir() else held.files[0].parent)
 
 
-def _adapters(held: Inventory) -> tuple[list[Adapter], Mapping[str, Any]]:
+def _adapters(held: Inventory, beside: Configurations) -> tuple[list[Adapter], Mapping[str, Any]]:
     """The adapters of a checkpoint, whose values are not read, and their configuration."""
     own = {place.name: place for place in held.places if not place.beside and not place.reason}
-    folder = _folder(held)
-    beside = {} if folder is None else small_json(folder / "adapter_config.json")
-    about, config = configured(beside, held.metadata, own)
+    about, config = configured(beside.adapter, held.metadata, own)
     if config is None or not may_hold_adapters(own):
         return [], {}
     stored = {name: StoredTensor.unread(place.shape, place.dtype) for name, place in own.items()}
@@ -334,15 +330,13 @@ def _without_scale(tensors: Sequence[TensorCheck]) -> Iterator[Problem]:
             yield Problem("G715", t.path, lost)
 
 
-def _contents(held: Inventory) -> CheckpointContents:
-    folder = _folder(held)
-    config, adapter, *older = ({} if folder is None else small_json(folder / name) for name in CONFIGURATIONS)
-    architectures, quantisation = config.get("architectures"), quantisation_of(config, *older)
+def _contents(held: Inventory, beside: Configurations) -> CheckpointContents:
+    config, adapter, quantisation = beside.config, beside.adapter, beside.quantisation
+    architectures = config.get("architectures")
     family = config.get("model_type") or (architectures[0] if isinstance(architectures, list) and architectures else "")
-    inner = config.get("text_config")  # of a model of several modalities
-    config = {**inner, **config} if isinstance(inner, dict) else config
+    stated = beside.with_text
     numbers = {
-        what: next((config[name] for name in names if type(config.get(name)) is int), None)
+        what: next((stated[name] for name in names if type(stated.get(name)) is int), None)
         for what, names in _NUMBERS.items()
     }
     model = [place for place in held.places if not place.beside]

@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, listing
 from gonio.escaping import plain
+from gonio.measuring.reading.deepspeed_files import archives_in, is_universal, is_zero
 from gonio.measuring.reading.entry import (
     StoredTensor,
     dtype_named,
@@ -34,15 +35,14 @@ from gonio.measuring.reading.entry import (
     stored_entries,
 )
 from gonio.measuring.reading.formats import ENDINGS, stored_weights
+from gonio.measuring.reading.opened import CutOff, Opened, Problem, fill, gaps, intact
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import record_start
-from gonio.measuring.reading.safetensors_files import DTYPES, damaged, gaps, texts_of
+from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
-from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, holders, state_in
+from gonio.measuring.reading.state_dicts import holders, leaves, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
-from gonio.measuring.reading.universal_files import archives_in, is_universal
-from gonio.measuring.reading.zero_files import is_zero
 from gonio.messages import say
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
@@ -71,8 +71,8 @@ class Place:
     file: str
     dtype: str
     shape: tuple[int, ...]
-    size: int
-    open: Callable[[], Any]
+    size: int = 0
+    open: Callable[[], Any] = nullcontext
     beside: bool = False
     reason: str = ""
     values: str = ""
@@ -138,13 +138,13 @@ def _of_file(path: Path) -> Inventory:
         return _of_safetensors(path)
     if path.suffix in SUFFIXES and not path.is_dir():
         found = _of_content(mapped_content(path), path.name)
-        return replace(found, problems=(*found.problems, *_checksums(path, found.places)), files=(path,))
+        return replace(found, problems=(*found.problems, *_checksums(path)), files=(path,))
     found = _of_opened(path, open_file(path))
     if not path.is_dir():
         return found
     archives = archives_in(path) if is_universal(path) else []
     archives += [file for file in sorted(path.glob("*_states.pt")) if is_zero(path)]
-    return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file, ()))))
+    return replace(found, problems=(*found.problems, *(p for file in archives for p in _checksums(file))))
 
 
 def vectors_of(found: Inventory) -> dict[str, tuple[tuple[int, ...], Callable[[], Tensor | None]]]:
@@ -280,7 +280,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
     Raises:
         UnreadableFileError: if it is not one.
     """
-    try:
+    with intact(path):
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -289,8 +289,6 @@ def _header(path: Path) -> tuple[dict[str, Any], int, list[str]]:
             header, doubled = parsed(file.read(length))
         if not isinstance(header, dict):
             raise ValueError("the header is no object")
-    except (ValueError, RecursionError, OSError) as error:
-        raise damaged(path, error) from error
     return header, 8 + length, [name for name in doubled if name in header]
 
 
@@ -317,11 +315,8 @@ def _opened(path: Path, offset: int) -> Iterator[Read]:
 
         def read(at: int, target: Any) -> None:
             file.seek(offset + at)
-            done = 0
-            while done < len(target):
-                if not (got := file.readinto(target[done:])):
-                    raise damaged(path, EOFError("it ends before this tensor does"))
-                done += got
+            with intact(path):
+                fill(file, target)
 
         yield read
 
@@ -344,7 +339,7 @@ def _of_content(content: Any, file: str) -> Inventory:
     others = 0
     raw = optimizers_in(content, in_memory)
     starts = tuple(f"{one.place}.state.".removeprefix(".") for one in raw)
-    for name, value in _leaves(content):
+    for name, value in leaves(content, _DEPTH):
         if not isinstance(value, Tensor):
             others += not isinstance(value, (type(None), bool, int, float, str, bytes))
             continue
@@ -376,32 +371,14 @@ def _not_compared(content: Any, unknown: Sequence[str]) -> str:
     )
 
 
-def _leaves(content: Any) -> Iterator[tuple[str, Any]]:
-    """(place, value) of everything in nested containers; a container that contains itself is visited once."""
-    stack, seen = [("", content, 0)], set()
-    while stack:
-        name, value, depth = stack.pop()
-        if isinstance(value, Mapping):
-            inner = [(str(key), held) for key, held in value.items()]
-        elif isinstance(value, (list, tuple)):
-            inner = [(str(key), held) for key, held in enumerate(value)]
-        else:
-            yield name, value
-            continue
-        if id(value) not in seen and depth < _DEPTH:
-            seen.add(id(value))
-            dot = "." if name else ""
-            stack += [(f"{name}{dot}{key}", held, depth + 1) for key, held in reversed(inner)]
-
-
 def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded tensor, what is here
     if is_lazy(local):
-        return Place(name, file, "", (), 0, _nothing, reason="a lazy layer that has seen no input yet")
+        return Place(name, file, "", (), reason="a lazy layer that has seen no input yet")
     if type(local).dequantize is not Tensor.dequantize:  # a quantised tensor of another library
         found = numbers_of(local)
         if found.tensor is None:
-            return Place(name, file, header_of(local)[1], header_of(local)[0], 0, _nothing, reason=found.reason)
+            return Place(name, file, header_of(local)[1], header_of(local)[0], reason=found.reason)
         local = found.tensor
     local = local.detach()
     shape, dtype = header_of(local)
@@ -415,12 +392,7 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
         damaged = True
     else:
         size = local.nbytes
-    return Place(name, file, dtype, shape, size, partial(_in_memory, local), reason=reason, damaged=damaged)
-
-
-@contextmanager
-def _nothing() -> Iterator[Read]:
-    yield lambda at, target: None
+    return Place(name, file, dtype, shape, size, partial(_loaded, lambda: local), reason=reason, damaged=damaged)
 
 
 def _of_opened(path: Path, opened: Opened) -> Inventory:
@@ -433,26 +405,18 @@ def _of_opened(path: Path, opened: Opened) -> Inventory:
             dtype = dtype_named(values)
             size = 0 if dtype is None else stored.entries * dtype.itemsize
             reason = f"torch has no dtype for {stored.dtype}" if dtype is None else ""
-            place = Place(
-                name, stored.file or path.name, stored.dtype, stored.shape, size, partial(_loaded, stored.load)
-            )
-            places.append(replace(place, values=values, beside=beside, reason=reason, state=id(stored) in states))
+            file, opened_by = stored.file or path.name, partial(_loaded, stored.load)
+            place = Place(name, file, stored.dtype, stored.shape, size, opened_by, beside, reason, values)
+            places.append(replace(place, state=id(stored) in states))
     places += [
-        Place(other.name, path.name, other.dtype, other.shape or (), 0, _nothing, reason=other.reason)
-        for other in opened.others
+        Place(other.name, path.name, other.dtype, other.shape or (), reason=other.reason) for other in opened.others
     ]
     return Inventory(tuple(places), opened.problems, opened.notes, (path,))
 
 
 @contextmanager
 def _loaded(load: Callable[[], Tensor]) -> Iterator[Read]:
-    with _in_memory(load()) as read:
-        yield read
-
-
-@contextmanager
-def _in_memory(tensor: Tensor) -> Iterator[Read]:
-    data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    data = load().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
     def read(at: int, target: Any) -> None:  # by torch: a storage that NumPy has seen cannot be resized, as FSDP does
         torch.from_numpy(target).copy_(data[at : at + len(target)])
@@ -460,7 +424,7 @@ def _in_memory(tensor: Tensor) -> Iterator[Read]:
     yield read
 
 
-def _checksums(path: Path, places: tuple[Place, ...]) -> Iterator[Problem]:
+def _checksums(path: Path) -> Iterator[Problem]:
     """The archive's records against their checksums, which torch does not compare when it loads a file.
 
     Records of an archive that was written under `torch.serialization.set_crc32_options(False)` have none; then all

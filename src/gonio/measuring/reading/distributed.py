@@ -23,11 +23,11 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import StoredTensor, TensorEntry, wrong_size
+from gonio.measuring.reading.entry import StoredTensor, wrong_size
+from gonio.measuring.reading.opened import Listing, Opened, Problem, intact
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
-from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem, of_states, state_in
+from gonio.measuring.reading.state_dicts import of_states, state_in
 
 METADATA = ".metadata"
 MOST_PIECES = 1 << 16  # of one tensor; as many as there are ranks
@@ -56,7 +56,6 @@ _CLASSES = frozenset(
     }
 )
 _OF_MCORE = "optimizer."  # the prefix that Megatron's format gives to tensors of the optimizer
-_OBJECT = "object"  # the kind of an entry that is no tensor
 _SMALL = 16 << 20  # bytes of an object in an optimizer's state that is read
 _DEPTH = 6  # levels at which the state of an optimizer is looked for
 
@@ -77,16 +76,14 @@ class _Piece:
 
 
 @dataclass
-class _Folder:
+class _Folder(Listing):
     """What is known of a folder while its metadata are read."""
 
-    path: Path
-    sizes: dict[str, int]
-    problems: list[Problem] = field(default_factory=list)
-    cut: CutOff = field(default_factory=CutOff)
+    path: Path = field(kw_only=True)
+    sizes: dict[str, int] = field(kw_only=True)
     used: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
     absent: Counter[str] = field(default_factory=Counter)
-    objects: dict[str, _Piece] = field(default_factory=dict)
+    objects: dict[str, _Piece | None] = field(default_factory=dict)  # by name, with the place of each that has one
     read: set[str] = field(default_factory=set)  # of the objects, those that are plain data of an optimizer
 
 
@@ -104,36 +101,23 @@ def open_distributed(path: Path, key: str = "") -> Opened:
     Raises:
         UnreadableFileError: if the metadata are damaged, or hold an object of a class that is not theirs.
     """
-    try:
-        metadata = _metadata(path / METADATA)
+    with intact(path / METADATA):
+        if (path / METADATA).stat().st_size > LARGEST_PICKLE:
+            raise ValueError(f"it is larger than {LARGEST_PICKLE} bytes")
+        metadata = unpickled(io.BytesIO((path / METADATA).read_bytes()), _CLASSES)
+        if not isinstance(metadata, Record) or metadata.name not in _METADATA:
+            raise ValueError("it holds no metadata of torch.distributed.checkpoint")
         places = _places(metadata["storage_data"])
         named = {str(name): value for name, value in dict(metadata["state_dict_metadata"]).items()}
-    except Exception as error:  # a hostile pickle provokes almost any of them
-        raise damaged(path / METADATA, error) from error
-    files = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-    folder = _Folder(path, files)
-    stored, others = {}, []
+    folder = _Folder(path=path, sizes={file.name: file.stat().st_size for file in path.iterdir() if file.is_file()})
     for name, value in named.items():
         try:
-            found = _tensor(folder, name, value, places.pop(name, {}))
+            _add(folder, name, value, places.pop(name, {}))
         except (ValueError, TypeError, AttributeError, OverflowError, KeyError) as error:
-            folder.problems.append(Problem("G704", name, f"its entry in the metadata is invalid ({str(error)[:200]})"))
-            found = TensorEntry(name, "", None, None, "its entry in the metadata is invalid")
-        if isinstance(found, StoredTensor):
-            stored[name] = found
-        else:
-            others.append(found)
+            folder.problem("G704", name, f"its entry in the metadata is invalid ({str(error)[:200]})")
+            folder.refuse(name, "its entry in the metadata is invalid")
     folder.problems += _of_files(folder, [name for name in places if name not in named])
-    return _sorted_out(metadata, stored, others, folder, key)
-
-
-def _metadata(path: Path) -> Record:
-    if path.stat().st_size > LARGEST_PICKLE:
-        raise ValueError(f"it is larger than {LARGEST_PICKLE} bytes")
-    found = unpickled(io.BytesIO(path.read_bytes()), _CLASSES)
-    if not isinstance(found, Record) or found.name not in _METADATA:
-        raise ValueError("it holds no metadata of torch.distributed.checkpoint")
-    return found
+    return _sorted_out(metadata, folder, key)
 
 
 def _places(data: Any) -> dict[str, dict[Any, list[Record]]]:
@@ -145,14 +129,12 @@ def _places(data: Any) -> dict[str, dict[Any, list[Record]]]:
     return found
 
 
-def _tensor(
-    folder: _Folder, name: str, value: Record, places: Mapping[Any, list[Record]]
-) -> StoredTensor | TensorEntry:
-    """One tensor: its pieces cover it exactly, and each lies in a file, or the entry says what is wrong."""
+def _add(folder: _Folder, name: str, value: Record, places: Mapping[Any, list[Record]]) -> None:
+    """One tensor: its pieces cover it exactly, and each lies in a file, or its entry says what is wrong."""
     if value.name.endswith(".BytesStorageMetadata"):
-        if held := [info for infos in places.values() for info in infos]:
-            folder.objects[name] = _piece((), (), held[0])
-        return TensorEntry(name, _OBJECT, None, None, "an object, which is not unpickled")
+        held = [info for infos in places.values() for info in infos]
+        folder.objects[name] = _piece((), (), held[0]) if held else None
+        return
     shape, chunks = _naturals(value["size"]), value["chunks"]
     properties = value["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
@@ -164,7 +146,7 @@ def _tensor(
         offsets, sizes = _naturals(chunk["offsets"]), _naturals(chunk["sizes"])
         held = places.get(offsets, [])
         if len(held) > 1:
-            folder.problems.append(Problem("G703", name, f"its piece at {list(offsets)} has {len(held)} places"))
+            folder.problem("G703", name, f"its piece at {list(offsets)} has {len(held)} places")
         if not held:
             wrong.append(("G702", f"its piece at {list(offsets)} is in no file"))
         else:
@@ -175,9 +157,10 @@ def _tensor(
         wrong.append(("G704", f"it claims {prod(shape)} entries, more than the folder holds"))
     folder.problems += [Problem(code, name, found) for code, found in wrong if code]
     if wrong:
-        return TensorEntry(name, "", None, None, wrong[0][1], shape=shape, dtype=said)
+        folder.refuse(name, wrong[0][1], shape=shape, dtype=said)
+        return
     file = pieces[0].file if pieces else ""
-    return StoredTensor(shape, said, partial(_read, folder.path, pieces, shape, dtype), file=file)
+    folder.stored[name] = StoredTensor(shape, said, partial(_read, folder.path, pieces, shape, dtype), file=file)
 
 
 def _naturals(value: Any) -> tuple[int, ...]:
@@ -266,7 +249,7 @@ def _of_files(folder: _Folder, unnamed: list[str]) -> Iterator[Problem]:
 def _read(folder: Path, pieces: list[_Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     whole = torch.empty(shape, dtype=dtype)
     for piece in pieces:
-        try:
+        with intact(folder / piece.file):
             archive = Archive(folder / piece.file, piece.begin, piece.length)
             part = archive.content
             if not isinstance(part, StoredPart) or part.shape != piece.sizes:
@@ -275,69 +258,62 @@ def _read(folder: Path, pieces: list[_Piece], shape: tuple[int, ...], dtype: tor
                 raise ValueError(f"the piece at {list(piece.offsets)} is of the dtype {part.dtype}")
             view = whole[tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))]
             archive.read(part, view)
-        except Exception as error:
-            raise damaged(folder / piece.file, error) from error
     return whole
 
 
 # --- which tensors are the model's -----------------------------------------------------------------------------------
 
 
-def _sorted_out(
-    metadata: Record, stored: dict[str, StoredTensor], others: list[TensorEntry], folder: _Folder, key: str
-) -> Opened:
+def _sorted_out(metadata: Record, folder: _Folder, key: str) -> Opened:
     """The model's tensors by their names in its state dict, and those of optimizers and other objects beside."""
-    shapes = {name: tensor.shape for name, tensor in stored.items()}
-    of_mcore = _is_mcore(metadata, shapes)
-    dims = {name: len(shape) for name, shape in shapes.items()}
-    lost, problems = [entry for entry in others if entry.kind != _OBJECT], tuple(folder.problems)
-    dims |= {entry.name: 2 if entry.shape is None else len(entry.shape) for entry in lost}
-    try:
-        kept = [entry.name for entry in others if entry.kind == _OBJECT]
-        nested, names = _nested(metadata, dims, kept, mcore=of_mcore)
-        leaves = partial(_leaf, names, stored, folder)
-        found_states = list(_optimizers(nested, "", _DEPTH, leaves))
-    except Exception as error:  # keys of a hostile file
-        raise damaged(Path(METADATA), error) from error
-    optimizers = [raw.place for raw in found_states]
-    mcore = [name for name in dims if name.startswith(_OF_MCORE)] if of_mcore else []
+    stored = folder.stored
+    of_mcore = _is_mcore(metadata, stored)
+    mcore = [name for name in _headers(folder) if of_mcore and name.startswith(_OF_MCORE)]
+    with intact(Path(METADATA)):  # keys of a hostile file
+        nested, names = _nested(metadata, folder, mcore=of_mcore)
+        states = list(_optimizers(nested, "", _DEPTH, partial(_leaf, names, folder)))
     notes = [f"{len(mcore)} tensors of the optimizer are not weights"] if mcore else []
-    notes += of_states(optimizers)
-    objects = len(others) - len(lost) - len(folder.read)
+    notes += of_states([raw.place for raw in states])
+    objects = len(folder.objects) - len(folder.read)
     notes += [f"objects that are not read: {objects}"] if objects else []
     try:
         found = state_in(nested, what="the checkpoint", key=key)
     except InvalidArgumentError as error:
-        alone = fitted(found_states, {}, in_order=True)
-        return Opened({}, tuple(lost), tuple(notes), stored, problems, error, alone)
+        folder.stored, folder.beside = {}, stored
+        return replace(folder.opened(*notes, optimizer=fitted(states, {}, in_order=True)), refusal=error)
     held = {str(word): flat for word, flat in names[id(found.whole)].items()}
     owned = {flat: word.removeprefix(found.prefix) for word, flat in held.items() if word.startswith(found.prefix)}
-    model = {owned[flat]: tensor for flat, tensor in stored.items() if flat in owned}
-    beside = {flat: tensor for flat, tensor in stored.items() if flat not in owned}
-    lost = [replace(entry, name=owned[entry.name]) for entry in lost if entry.name in owned]
-    problems = tuple(
+    folder.stored = {owned[flat]: tensor for flat, tensor in stored.items() if flat in owned}
+    folder.beside = {flat: tensor for flat, tensor in stored.items() if flat not in owned}
+    folder.others = [replace(entry, name=owned[entry.name]) for entry in folder.others if entry.name in owned]
+    folder.problems = [
         replace(
             problem,
             path=owned.get(problem.path, problem.path),
             tensors=tuple(owned.get(name, name) for name in problem.tensors),
         )
-        for problem in problems
-    )
+        for problem in folder.problems
+    ]
     if found.place:
         notes.insert(0, f"read from {plain(found.place)!r} of the checkpoint")
     if found.beside:
         notes.append(f"not read: {listing([plain(name) for name in found.beside], limit=4)}, of the same checkpoint")
-    found_states += _of_mcore(stored, mcore, model)
-    optimizer = fitted(found_states, model, in_order=True)
-    return Opened(model, tuple(lost), tuple(notes), beside, problems, optimizer=optimizer)
+    states += _of_mcore(stored, mcore, folder.stored)
+    return folder.opened(*notes, optimizer=fitted(states, folder.stored, in_order=True))
 
 
-def _is_mcore(metadata: Record, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _headers(folder: _Folder) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors, of one that is not known that of a matrix."""
+    lost = {entry.name: (1, 1) if entry.shape is None else entry.shape for entry in folder.others}
+    return {name: tensor.shape for name, tensor in folder.stored.items()} | lost
+
+
+def _is_mcore(metadata: Record, stored: Mapping[str, StoredTensor]) -> bool:
     """Whether Megatron wrote a folder: its own metadata, or flat names of moments that end in the name of a weight."""
     if metadata.name == _MCORE:
         return True
-    ends = (name.removeprefix(f"{_OF_MCORE}state.").partition(".")[2] for name in shapes if name.startswith(_OF_MCORE))
-    return not metadata.state.get("planner_data") and any(end in shapes for end in ends)
+    ends = (name.removeprefix(f"{_OF_MCORE}state.").partition(".")[2] for name in stored if name.startswith(_OF_MCORE))
+    return not metadata.state.get("planner_data") and any(end in stored for end in ends)
 
 
 def _of_mcore(stored: dict[str, StoredTensor], names: list[str], model: dict[str, StoredTensor]) -> list[Raw]:
@@ -350,16 +326,15 @@ def _of_mcore(stored: dict[str, StoredTensor], names: list[str], model: dict[str
     return [Raw("optimizer", state, [])] if state else []
 
 
-def _nested(
-    metadata: Record, dims: Mapping[str, int], objects: list[str], *, mcore: bool
-) -> tuple[dict[Any, Any], dict[int, dict[Any, str]]]:
+def _nested(metadata: Record, folder: _Folder, *, mcore: bool) -> tuple[dict[Any, Any], dict[int, dict[Any, str]]]:
     """The saved mapping with a tensor without values for each tensor, and the names of the tensors by mapping."""
+    shapes = _headers(folder)
     paths = metadata.state.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
     nested: dict[Any, Any] = {}
     names: dict[int, dict[Any, str]] = {id(nested): {}}
     leaves = [torch.empty((1,) * n, device="meta") for n in range(3)]
-    for name in [*dims, *objects]:
+    for name in [*shapes, *folder.objects]:
         if mcore and name.startswith(_OF_MCORE):
             continue
         path, inner = paths.get(name), nested
@@ -368,7 +343,7 @@ def _nested(
             inner = inner.setdefault(word, {})
         if path[-1] in inner:
             raise ValueError(f"two keys of the checkpoint are {plain(name, longest=80)}")
-        inner[path[-1]] = leaves[min(dims[name], 2)] if name in dims else None
+        inner[path[-1]] = leaves[min(len(shapes[name]), 2)] if name in shapes else None
         names.setdefault(id(inner), {})[path[-1]] = name
     return nested, names
 
@@ -413,14 +388,12 @@ def _whole(held: dict[Any, Any], leaf: Callable[[int, Any], Any]) -> dict[Any, A
     return made
 
 
-def _leaf(
-    names: Mapping[int, Mapping[Any, str]], stored: Mapping[str, StoredTensor], folder: _Folder, held: int, word: Any
-) -> Any:
+def _leaf(names: Mapping[int, Mapping[Any, str]], folder: _Folder, held: int, word: Any) -> Any:
     """A tensor, or an object of plain data that is small; None for anything else."""
     name = names.get(held, {}).get(word, "")
-    if name in stored or name not in folder.objects:
-        return stored.get(name)
-    piece = folder.objects[name]
+    piece = folder.objects.get(name)
+    if piece is None:
+        return folder.stored.get(name)
     if piece.length > _SMALL or piece.file not in folder.sizes:
         return None
     with suppress(Exception):  # of a hostile pickle; options that are not read are not known

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import first_line
+from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.geometry.views import ATTENTION
 from gonio.messages import Message, are, counted, fixed, say
@@ -89,6 +90,11 @@ class TensorEntry:
     table: bool = False
     marks: tuple[Mark, ...] = ()
     tied: str = ""
+
+    @classmethod
+    def unread(cls, name: str, reason: str, shape: tuple[int, ...] | None = None, dtype: str = "") -> TensorEntry:
+        """A tensor that cannot be measured at all."""
+        return cls(name, "", None, None, reason, shape=shape, dtype=dtype)
 
     def marked(self, mark: Mark, note: str) -> TensorEntry:
         """The same entry with a mark, and with the note that says it."""
@@ -188,6 +194,11 @@ def wrong_size(held: int, entries: int, size: int) -> Message:
     """Why the bytes that are stored are not the values of a tensor."""
     told = {"held": held, "entries": entries, "size": size}
     return say("{held} bytes are stored for {entries} entries, which take {size}", **told)
+
+
+def no_dtype(name: str) -> str:
+    """Why a tensor of a dtype of this name is not read."""
+    return f"torch has no dtype for {plain(name, longest=40)}"
 
 
 def dtype_named(name: str) -> torch.dtype | None:

@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import Axes, StoredTensor, TensorEntry, dtype_named, wrong_size
-from gonio.measuring.reading.safetensors_files import damaged, read_tensor
-from gonio.measuring.reading.state_dicts import Opened, Problem
+from gonio.measuring.reading.entry import Axes, StoredTensor, dtype_named, no_dtype, wrong_size
+from gonio.measuring.reading.opened import Listing, Opened, Problem, intact, read_tensor
 
 _CHUNKED = "__msgpack_chunked_array__"
 _ARRAYS = (1, 3)  # types of extensions: an array, and a scalar of NumPy, which is stored as one
@@ -65,43 +63,34 @@ def open_flax(path: Path) -> Opened:
     Raises:
         UnreadableFileError: if it is damaged, or no map of msgpack.
     """
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-            if not (0x80 <= raw[0] < 0x90 or raw[0] in (0xDE, 0xDF)):
-                raise ValueError("it is no map of msgpack")
-            walker = _Walker(raw)
-            tree, length = walker.value(0), len(raw)
-    except Exception as error:  # of the system, and those that a hostile file provokes
-        raise damaged(path, error) from error
+    with intact(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+        if not (0x80 <= raw[0] < 0x90 or raw[0] in (0xDE, 0xDF)):
+            raise ValueError("it is no map of msgpack")
+        walker = _Walker(raw)
+        tree, length = walker.value(0), len(raw)
     tree = tree if isinstance(tree, dict) else {"": tree}  # one array in pieces is a map too
-    found = dict(_arrays(tree, ""))
-    problems = [Problem("G703", name, "twice in the same map") for name in walker.doubled]
+    found = Listing(problems=[Problem("G703", name, "twice in the same map") for name in walker.doubled])
     if walker.at != length:
-        said = f"{length - walker.at} bytes after the last array belong to none"
-        problems.append(Problem("G705", path.name, said))
-    stored: dict[str, StoredTensor] = {}
-    others = []
-    for name, array in found.items():
+        found.problem("G705", path.name, f"{length - walker.at} bytes after the last array belong to none")
+    for name, array in dict(_arrays(tree, "")).items():
         dtype = dtype_named(array.dtype)
-        said, size = "", 0 if dtype is None else prod(array.shape) * dtype.itemsize
+        size = 0 if dtype is None else prod(array.shape) * dtype.itemsize
         if dtype is None:
-            said = f"torch has no dtype for {plain(array.dtype, longest=40)}"
+            found.refuse(name, no_dtype(array.dtype), shape=array.shape, dtype=array.dtype)
         elif size != array.size:
             said = wrong_size(array.size, prod(array.shape), size)
-            problems.append(Problem("G704", name, said))
-        if said:
-            others.append(TensorEntry(name, "", None, None, said, shape=array.shape, dtype=array.dtype))
+            found.refuse(name, said, "G704", shape=array.shape, dtype=array.dtype)
         else:
-            stored[name] = StoredTensor(array.shape, array.dtype, partial(_read, path, array))
+            found.stored[name] = StoredTensor(array.shape, array.dtype, partial(_read, path, array))
+    stored = found.stored
     # whether all kernels whose bias fits one dimension alone have their outputs on the last one
     told = {at[0] == len(t.shape) - 1 for name, t in stored.items() if len(at := _candidates(name, stored)) == 1}
     last = told == {True}
     stored = {name: replace(tensor, axes=_axes(name, stored, last)) for name, tensor in stored.items()}
     whole = set(_STATE) <= set(tree)
-    beside = {name: tensor for name, tensor in stored.items() if whole and name.startswith("opt_state.")}
-    model = {name: tensor for name, tensor in stored.items() if name not in beside}
-    notes = (f"not weights but the optimizer's: {len(beside)} tensors",) if beside else ()
-    return Opened(model, tuple(others), notes, beside, tuple(problems))
+    found.beside = {name: tensor for name, tensor in stored.items() if whole and name.startswith("opt_state.")}
+    found.stored = {name: tensor for name, tensor in stored.items() if name not in found.beside}
+    return found.opened(*found.of_optimizer)
 
 
 class _Walker:

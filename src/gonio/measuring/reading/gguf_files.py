@@ -24,9 +24,8 @@ from torch import Tensor
 
 from gonio.errors import import_extra
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
-from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
+from gonio.measuring.reading.entry import StoredTensor
+from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, read_tensor
 
 _PLAIN = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16"}
 # Name, entries of a block and its bytes, of each type that has blocks; ggml.h and ggml-common.h.
@@ -83,43 +82,37 @@ def open_gguf(path: Path) -> Opened:
         UnreadableFileError: if the header is damaged, or of a version before 2 or of big-endian numbers.
         MissingExtraError: if it holds quantised tensors, and the package `gguf` is not installed.
     """
-    try:
+    with intact(path):
         with path.open("rb") as file:
             keys, infos, start = _header(file)
         data = path.stat().st_size - start
-    except Exception as error:  # OSError, and those that a hostile header provokes
-        raise damaged(path, error) from error
     reader = None
     if any(info.type in _BLOCKS for info in infos):
         reader = import_extra(
             f"{_PACKAGE}.quants", "reading quantised tensors of GGUF", package=_PACKAGE, extra=_PACKAGE
         )
     alignment = keys["general.alignment"]
-    stored: dict[str, StoredTensor] = {}
-    others, problems, ends = [], [], []
-    cut = CutOff()
+    found, ends = Listing(), []
     for info in infos:
         size, said = _size(info, alignment)
-        if info.name in stored:
-            problems.append(Problem("G703", info.name, f"twice in the header of {plain(path.name)}"))
+        code = "G704" if said else ""
+        if info.name in found.stored:
+            found.problem("G703", info.name, f"twice in the header of {plain(path.name)}")
         if size:
             ends.append((info.offset, info.offset + size, info.name))
         kind = _PLAIN.get(info.type) or _BLOCKS.get(info.type, (f"type {info.type}", 1, 1))[0]
+        if not said and info.offset + size > data:
+            said = found.cut.add(path.name, start + data, start + info.offset + size, info.name)
+        elif not said and reader is not None and info.type in _BLOCKS and not _readable(reader, _BLOCKS[info.type]):
+            said = f"its type {kind} is not read by the package {_PACKAGE}"
         if said:
-            problems.append(Problem("G704", info.name, said))
-        elif info.offset + size > data:
-            said = cut.add(path.name, start + data, start + info.offset + size, info.name)
-        if said:
-            others.append(TensorEntry(info.name, "", None, None, said, shape=info.shape, dtype=kind))
-        elif reader is not None and info.type in _BLOCKS and not _readable(reader, _BLOCKS[info.type]):
-            reason = f"its type {kind} is not read by the package {_PACKAGE}"
-            others.append(TensorEntry(info.name, "", None, None, reason, shape=info.shape, dtype=kind))
+            found.refuse(info.name, said, code, shape=info.shape, dtype=kind)
         else:
-            stored[info.name] = _stored(path, info, start, size, kind, reader)
-    problems += [*cut.problems(), *gaps(sorted(ends), data, path.name, alignment=alignment)]
+            found.stored[info.name] = _stored(path, info, start, size, kind, reader)
+    found.problems += [*found.cut.problems(), *gaps(sorted(ends), data, path.name, alignment=alignment)]
     architecture = keys.get("general.architecture")
     notes = (f"general.architecture is {plain(architecture, longest=80)}",) if isinstance(architecture, str) else ()
-    return Opened(stored, tuple(others), notes, problems=tuple(problems))
+    return found.opened(*notes)
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], list[_Info], int]:

@@ -26,10 +26,9 @@ from torch import Tensor
 from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, TensorEntry, dtype_named, wrong_size
+from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, dtype_named, no_dtype, wrong_size
+from gonio.measuring.reading.opened import Listing, Opened, intact
 from gonio.measuring.reading.pickles import FilePart, record_start
-from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Opened, Problem
 
 ARCHIVE = ".keras"
 _LARGEST_CONFIG = 1 << 26  # bytes
@@ -49,13 +48,9 @@ def open_hdf5(path: Path) -> Opened:
         MissingExtraError: if the package `h5py` is not installed.
     """
     h5py = import_extra("h5py", "reading HDF5 files", package="h5py", extra="hdf5")
-    try:
-        with _opened(path, h5py) as file:
-            config = _archived_config(path) if path.suffix == ARCHIVE else _attribute(file, "model_config")
-            layers = dict(_layers(config, 0))
-            return _datasets(path, h5py, file, layers)
-    except Exception as error:  # of HDF5, and those that a hostile file provokes
-        raise damaged(path, error) from error
+    with intact(path), _opened(path, h5py) as file:
+        config = _archived_config(path) if path.suffix == ARCHIVE else _attribute(file, "model_config")
+        return _datasets(path, h5py, file, dict(_layers(config, 0)))
 
 
 @contextmanager
@@ -106,27 +101,22 @@ def _layers(config: Any, depth: int) -> Iterator[tuple[str, tuple[str, Mapping[s
 
 
 def _datasets(path: Path, h5py: ModuleType, file: Any, layers: Mapping[str, tuple[str, Mapping[str, Any]]]) -> Opened:
-    stored: dict[str, StoredTensor] = {}
-    beside: dict[str, StoredTensor] = {}
-    others: list[TensorEntry] = []
-    problems: list[Problem] = []
+    found = Listing()
     for place, held, layer in _walk(h5py, file):
         name = place.replace("/", ".")
         if isinstance(held, str):
-            others.append(TensorEntry(name, "", None, None, held))
+            found.refuse(name, held)
             continue
         shape, dtype = tuple(held.shape or ()), _dtype(held)
         code, said = _refusal(held, shape, dtype, path.stat().st_size)
         if said:
-            others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
-            problems += [Problem(code, name, said)] if code else []
+            found.refuse(name, said, code, shape=shape, dtype=dtype)
             continue
         optimizer = place.startswith(("optimizer_weights/", "optimizer/vars/")) and len(file) > 1
         axes = Axes(reason="of an optimizer") if optimizer else _axes(layers.get(layer), layer, shape)
         load = partial(_read, path, h5py, place, shape, dtype)
-        (beside if optimizer else stored)[name] = StoredTensor(shape, dtype, load, axes=axes)
-    notes = (f"not weights but the optimizer's: {len(beside)} tensors",) if beside else ()
-    return Opened(stored, tuple(others), notes, beside, tuple(problems))
+        (found.beside if optimizer else found.stored)[name] = StoredTensor(shape, dtype, load, axes=axes)
+    return found.opened(*found.of_optimizer)
 
 
 def _walk(h5py: ModuleType, file: Any) -> Iterator[tuple[str, Any, str]]:
@@ -167,7 +157,7 @@ def _refusal(held: Any, shape: tuple[int, ...], dtype: str, whole: int) -> tuple
     if held.dtype.hasobject or held.dtype.kind in "OSU":
         return "", "text, objects or references, which are not read"
     if dtype_named(dtype) is None:
-        return "", f"torch has no dtype for {plain(dtype, longest=40)}"
+        return "", no_dtype(dtype)
     if held.shape is None:
         return "", "an empty dataset"
     if held.is_virtual or held.external:
@@ -212,14 +202,11 @@ def _axes(layer: tuple[str, Mapping[str, Any]] | None, name: str, shape: tuple[i
 
 
 def _read(path: Path, h5py: ModuleType, place: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-    try:
-        with _opened(path, h5py) as file:
-            held = file[place]
-            raw = numpy.empty(shape, held.dtype.newbyteorder("=") if dtype != "bfloat16" else held.dtype)
-            if raw.size:
-                held.read_direct(raw)
-    except Exception as error:
-        raise damaged(path, error) from error
+    with intact(path), _opened(path, h5py) as file:
+        held = file[place]
+        raw = numpy.empty(shape, held.dtype.newbyteorder("=") if dtype != "bfloat16" else held.dtype)
+        if raw.size:
+            held.read_direct(raw)
     if dtype == "bfloat16":
         return torch.from_numpy(raw.view(numpy.int16)).view(torch.bfloat16)
     return torch.from_numpy(raw)

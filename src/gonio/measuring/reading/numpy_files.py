@@ -15,12 +15,12 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
-from gonio.measuring.reading.safetensors_files import damaged
+from gonio.measuring.reading.opened import Opened, intact
 
 _LARGEST_RATIO = 1100  # of the bytes of a member to those it is stored in; deflate reaches 1032
 
 
-def stored_in_numpy(path: Path) -> dict[str, StoredTensor]:
+def open_numpy(path: Path) -> Opened:
     """The arrays of an archive by their names. Headers are read, and no values yet.
 
     The format is that of `numpy.lib.format`. A member that is of a dtype that torch does not have is an entry that
@@ -30,17 +30,14 @@ def stored_in_numpy(path: Path) -> dict[str, StoredTensor]:
         UnreadableFileError: if the file is no archive, holds a name twice, or a member that is no array
             or has another size than its header says.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            stored: dict[str, StoredTensor] = {}
-            for info in archive.infolist():
-                name = info.filename.removesuffix(".npy")
-                if name in stored:
-                    raise ValueError(f"it holds {plain(name, longest=80)} twice")
-                stored[name] = _member(path, archive, info)
-        return stored
-    except Exception as error:  # the readers' own errors, OSError, and those that a hostile header provokes
-        raise damaged(path, error) from error
+    stored: dict[str, StoredTensor] = {}
+    with intact(path), zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name in stored:
+                raise ValueError(f"it holds {plain(name, longest=80)} twice")
+            stored[name] = _member(path, archive, info)
+    return Opened(stored)
 
 
 def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredTensor:
@@ -67,17 +64,14 @@ def _read(path: Path, member: str, start: int, shape: tuple[int, ...], dtype: nu
     if known is None:
         held = "objects of Python, which are never unpickled" if dtype.hasobject else f"the dtype {dtype}"
         raise UnreadableFileError(str(path), f"{plain(member)} holds {held}", "Save numbers of a plain dtype.")
-    try:
+    with intact(path), zipfile.ZipFile(path) as archive, archive.open(member) as file:
         raw = numpy.empty(prod(shape), dtype)
-        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-            file.read(start)
-            view, done = raw.view(numpy.uint8).data, 0
-            while block := file.read(min(1 << 20, raw.nbytes - done)):
-                view[done : done + len(block)] = block
-                done += len(block)
-            if done != raw.nbytes or file.read(1):  # the last read compares the checksum
-                raise EOFError("it ends before this array does")
-    except Exception as error:
-        raise damaged(path, error) from error
+        file.read(start)
+        view, done = raw.view(numpy.uint8).data, 0
+        while block := file.read(min(1 << 20, raw.nbytes - done)):
+            view[done : done + len(block)] = block
+            done += len(block)
+        if done != raw.nbytes or file.read(1):  # the last read compares the checksum
+            raise EOFError("it ends before this array does")
     native = raw.astype(dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(native.reshape(shape, order="F" if by_columns else "C")).contiguous()

@@ -23,10 +23,9 @@ from torch import Tensor
 from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, TensorEntry, dtype_named, wrong_size
+from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, dtype_named, wrong_size
 from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
-from gonio.measuring.reading.safetensors_files import damaged, gaps, read_tensor
-from gonio.measuring.reading.state_dicts import CutOff, Opened, Problem
+from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, read_tensor
 
 _LARGEST = 1 << 31  # bytes, of a message of protobuf
 _DTYPES = {
@@ -59,29 +58,23 @@ _UNSAID = "no operator tells which dimension holds its outputs"
 
 
 @dataclass
-class _Reader:
+class _Reader(Listing):
     """What is found while the tensors of a model are listed.
 
     Attributes:
         ranges: of each file of external data (first byte, byte after the last one) → the tensor's name.
         users: for each value of a graph (operator, number of the input, prefix of its graph) of those that use it.
-        makers: the operator that computes a value, and the number of the output.
     """
 
-    path: Path
-    onnx: ModuleType
-    stored: dict[str, StoredTensor] = field(default_factory=dict)
-    others: list[TensorEntry] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    cut: CutOff = field(default_factory=CutOff)
+    path: Path = field(kw_only=True)
+    onnx: ModuleType = field(kw_only=True)
     ranges: dict[Path, dict[tuple[int, int], str]] = field(default_factory=dict)
     users: dict[str, list[tuple[Any, int, str]]] = field(default_factory=dict)
-    makers: dict[str, tuple[Any, int]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: Any) -> None:
         """A tensor by its header, or why its values cannot be read."""
         if name in self.stored or any(entry.name == name for entry in self.others):
-            self.problems.append(Problem("G703", name, f"twice in {plain(self.path.name)}"))
+            self.problem("G703", name, f"twice in {plain(self.path.name)}")
             return
         kind = self.onnx.TensorProto.DataType.Name(tensor.data_type)
         dtype, shape = _DTYPES.get(kind, kind.lower()), tuple(tensor.dims)
@@ -99,8 +92,7 @@ class _Reader:
                 # where the search for a largest or smallest number begins
                 code, said = "", "a single infinite number, a constant of the graph"
         if said or load is None:
-            self.problems += [Problem(code, name, said)] if code else []
-            self.others.append(TensorEntry(name, "", None, None, said, shape=shape, dtype=dtype))
+            self.refuse(name, said, code, shape=shape, dtype=dtype)
         else:
             self.stored[name] = StoredTensor(shape, dtype, load, file=file, axes=self._axes(name, shape))
 
@@ -147,14 +139,14 @@ class _Reader:
     def _axes(self, name: str, shape: tuple[int, ...]) -> Axes:
         if len(shape) < 2:
             return Axes(reason="a vector" if shape else "a single number")
-        found = list(self._uses(name, tuple(range(len(shape))), _DEPTH))
+        found = list(self.uses(name, tuple(range(len(shape)))))
         if not found or any(axes != found[0] for axes in found) or found[0].order is None:
             users = sorted({node.op_type for node, *_ in self.users.get(name, [])})
             used = f" (used by {listing([plain(user) for user in users], limit=4)})" if users else ""
             return Axes(reason=f"{_UNSAID}{used}")
         return found[0]
 
-    def _uses(self, name: str, dims: tuple[int, ...], depth: int) -> Iterator[Axes]:
+    def uses(self, name: str, dims: tuple[int, ...], depth: int = _DEPTH) -> Iterator[Axes]:
         """What each operator that uses a weight says; `dims` are its stored dimensions in the order there."""
         for node, number, prefix in self.users.get(name, []):
             known = node.domain in STANDARD or (node.domain == "com.microsoft" and node.op_type in OF_RUNTIME)
@@ -163,7 +155,7 @@ class _Reader:
                 turned = facts["perm"].ints if "perm" in facts else range(len(dims))[::-1]
                 turned = turned if node.op_type == "Transpose" else range(len(dims))
                 if sorted(turned) == list(range(len(dims))):
-                    yield from self._uses(f"{prefix}{node.output[0]}", tuple(dims[dim] for dim in turned), depth - 1)
+                    yield from self.uses(f"{prefix}{node.output[0]}", tuple(dims[dim] for dim in turned), depth - 1)
                     continue
             yield Axes() if facts is None else _of_operator(node.op_type, number, dims, facts)
 
@@ -206,31 +198,26 @@ def open_onnx(path: Path) -> Opened:
     if path.stat().st_size > _LARGEST:
         said = f"it is larger than {_LARGEST} bytes, the limit of protobuf"
         raise UnreadableFileError(str(path), said, "Save it with external data.")
-    try:
+    with intact(path):
         model = onnx.ModelProto.FromString(path.read_bytes())
         if not model.HasField("graph") or not model.ir_version:
             raise ValueError("it holds no graph of ONNX")
-        reader = _Reader(path, onnx)
+        reader, makers = _Reader(path=path, onnx=onnx), dict[str, tuple[Any, int]]()
         graphs = list(_graphs(model))
         for prefix, graph, names in graphs:
             for node in graph.node:
                 for number, name in enumerate(node.input):
                     reader.users.setdefault(names.get(name, name), []).append((node, number, prefix))
-                reader.makers |= {f"{prefix}{name}": (node, number) for number, name in enumerate(node.output) if name}
+                makers |= {f"{prefix}{name}": (node, number) for number, name in enumerate(node.output) if name}
         for prefix, graph, _ in graphs:
             for name, tensor in _tensors(prefix, graph, reader):
                 reader.add(name, tensor)
-        dequantise(
-            OperatorGraph(reader.stored, reader.users, reader.makers),
-            lambda name, dims: reader._uses(name, dims, _DEPTH),
-        )
-    except Exception as error:  # of protobuf, and those that a hostile model provokes
-        raise damaged(path, error) from error
+        dequantise(OperatorGraph(reader.stored, reader.users, makers), reader.uses)
     reader.problems += reader.cut.problems()
     for file, ranges in reader.ranges.items():
         ends = sorted((begin, end, name) for (begin, end), name in ranges.items() if begin < end)
         reader.problems += gaps(ends, file.stat().st_size, file.name, alignment=_ALIGNMENT)
-    return Opened(reader.stored, tuple(reader.others), problems=tuple(reader.problems))
+    return reader.opened()
 
 
 def _is_infinite(load: Callable[[], Tensor]) -> bool:
@@ -273,8 +260,7 @@ def _tensors(prefix: str, graph: Any, reader: _Reader) -> Iterator[tuple[str, An
     for tensor in getattr(graph, "initializer", ()):
         yield f"{prefix}{tensor.name}", tensor
     for sparse in getattr(graph, "sparse_initializer", ()):
-        entry = TensorEntry(f"{prefix}{sparse.values.name}", "", None, None, "sparse: filters are not stored whole")
-        reader.others.append(entry)
+        reader.refuse(f"{prefix}{sparse.values.name}", "sparse: filters are not stored whole")
     for number, node in enumerate(graph.node):
         own = _name_of(prefix, number, node)
         for fact in node.attribute:
@@ -290,10 +276,8 @@ def _from_bytes(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tens
 
 
 def _from_numbers(path: Path, onnx: ModuleType, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    try:
+    with intact(path):
         raw = onnx.numpy_helper.to_array(tensor).tobytes()
         if len(raw) != prod(shape) * dtype.itemsize:
             raise ValueError(f"{len(raw)} bytes for {prod(shape)} entries")
-    except Exception as error:
-        raise damaged(path, error) from error
     return torch.frombuffer(bytearray(raw) or bytearray(dtype.itemsize), dtype=dtype)[: prod(shape)].reshape(shape)

@@ -5,23 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
 
-from gonio.measuring.reading.state_dicts import Problem
+from gonio.measuring.reading.opened import Problem
 from gonio.messages import counted, say
 
 SIBLINGS = 3  # of one shape, and of one name up to numbers in it, that a matrix of a stack of layers has at least
 _NUMBER = re.compile(r"(\d+)")
-
-
-class HasShape(Protocol):
-    """A tensor, stored or described."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-Shape = TypeVar("Shape", bound=HasShape)
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -83,31 +72,31 @@ def tells_depth(names: Sequence[str]) -> bool:
     return len(stacks) < 2 or list(names) != sorted(names, key=natural)
 
 
-def in_depth_order(stored: Mapping[str, Shape], vocabulary: int | None = None) -> dict[str, Shape]:
-    """The tensors in natural order if the file lists them by the alphabet; any other order is the model's, and stays.
+def in_depth_order(shapes: Mapping[str, Sequence[int]], vocabulary: int | None = None) -> list[str]:
+    """The names in natural order if the file lists them by the alphabet; any other order is the model's, and stays.
 
     Args:
         vocabulary: the configuration's `vocab_size`. The only matrix with so many rows, or the one in the module that
             holds the numbered blocks, is where the model begins; one outside of that module is where the model ends.
     """
-    names = list(stored)
+    names = list(shapes)
     if names != sorted(names):
-        return dict(stored)
+        return names
     ordered = sorted(names, key=natural)
     homes = Counter(name.split(".")[0] for name in names if any(part.isdecimal() for part in name.split(".")[1:]))
     home = homes.most_common(1)[0][0] if homes else None
     tables = [
         name
         for name in ordered
-        if len(stored[name].shape) == 2
-        and stored[name].shape[0] == vocabulary
+        if len(shapes[name]) == 2
+        and shapes[name][0] == vocabulary
         and not any(part.isdecimal() for part in name.split("."))
     ]
     first = [name for name in tables if len(tables) == 1 or (home is not None and name.startswith(f"{home}."))]
     ends = {name.rpartition(".")[0] for name in tables if name not in first} if first else set()
     last = [name for name in ordered if name.rpartition(".")[0] in ends]
     moved = {*first, *last}
-    return {name: stored[name] for name in (*first, *(n for n in ordered if n not in moved), *last)}
+    return [*first, *(name for name in ordered if name not in moved), *last]
 
 
 # --- gaps -------------------------------------------------------------------------------------------------------------

@@ -99,8 +99,9 @@ def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, re
         return
     said = f"{path}.base_and_{kind}.{'+'.join(active)}"
     if getattr(layer, "merged_adapters", ()):
-        weight = partial(_own_weight, layer)
-        yield TensorEntry(said, type(layer.get_base_layer()).__name__, layout, weight, reason,
+        parameter = getattr(layer, "parameter_name", "weight")
+        yield TensorEntry(said, type(layer.get_base_layer()).__name__, layout,
+                    lambda: getattr(layer.get_base_layer(), parameter).detach(), reason,
                     (f"merged into the base's weight: {', '.join(active)}",), role="adapter")  # fmt: skip
         return
     for name, _ in _changed(layer):
@@ -139,12 +140,6 @@ def _product(path: str, layer: Any, adapter: str, layout: Layout | None, reason:
         return (delta.mT if turned else delta).flatten(0, 1) if experts > 1 else delta
 
     return TensorEntry(f"{path}.lora_BA.{adapter}", LOW_RANK, layout, load, reason, notes, role="adapter")
-
-
-def _own_weight(layer: Any) -> Tensor:
-    name = getattr(layer, "parameter_name", "weight")
-    weight: Tensor = getattr(layer.get_base_layer(), name)
-    return weight.detach()
 
 
 @torch.no_grad()

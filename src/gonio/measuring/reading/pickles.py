@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gonio.escaping import plain
-from gonio.measuring.reading.safetensors_files import read_tensor
+from gonio.measuring.reading.opened import fill, read_tensor
 
 _OPCODES = (  # noqa: SIM905
     "PROTO FRAME STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
@@ -321,16 +321,11 @@ class Archive:
             raise ValueError(f"a tensor takes {part.reach} bytes, of which {info.file_size} are stored")
         whole = part.contiguous and target.is_contiguous() and part.bytes == info.file_size
         raw = target.reshape(-1).view(torch.uint8) if whole else torch.empty(info.file_size, dtype=torch.uint8)
-        view, done, found = raw.numpy().data, 0, 0
+        view = raw.numpy().data
         with self.path.open("rb", buffering=0) as file:
             file.seek(record_start(file, info, self.begin))
-            while done < info.file_size:
-                got = file.readinto(view[done : done + (1 << 22)])
-                if not got:
-                    raise EOFError("it ends before this tensor does")
-                found = zlib.crc32(view[done : done + got], found)
-                done += got
-        if info.CRC and found != info.CRC:  # 0 where torch was told to write none
+            fill(file, view)
+        if info.CRC and zlib.crc32(view) != info.CRC:  # 0 where torch was told to write none
             raise ValueError("its bytes differ from their checksum")
         if not whole:
             target.copy_(raw.view(getattr(torch, part.dtype)).as_strided(part.shape, part.strides, part.offset))

@@ -1,21 +1,61 @@
-"""Several files: an index that names the file of each tensor, or parts numbered by their names."""
+"""Files by their names: the reader of each kind, an index that names the file of each tensor, and numbered parts."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gonio.errors import GonioError, UnreadableFileError, listing
+from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import TensorEntry
-from gonio.measuring.reading.kinds import open_single
-from gonio.measuring.reading.state_dicts import Opened, Problem
+from gonio.measuring.reading.flax_files import open_flax
+from gonio.measuring.reading.gguf_files import open_gguf
+from gonio.measuring.reading.hdf5_files import open_hdf5
+from gonio.measuring.reading.numpy_files import open_numpy
+from gonio.measuring.reading.onnx_files import open_onnx
+from gonio.measuring.reading.opened import Opened, Problem
+from gonio.measuring.reading.safetensors_files import open_safetensors
+from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
 from gonio.messages import counted, say
+
+OTHERS: dict[str, Callable[[Path], Opened]] = {
+    ".safetensors": open_safetensors,
+    ".gguf": open_gguf,
+    ".onnx": open_onnx,
+    **dict.fromkeys((".keras", ".h5", ".hdf5"), open_hdf5),
+    ".msgpack": open_flax,
+    ".npz": open_numpy,
+}
+KINDS = (".safetensors", ".safetensors.index.json", *SUFFIXES, *(kind for kind in OTHERS if kind != ".safetensors"))
+
+
+def open_single(path: Path, key: str = "") -> Opened:
+    """The tensors of one file that is no index.
+
+    Args:
+        key: of one state dict of several in a checkpoint of torch.
+
+    Raises:
+        UnreadableFileError: its kind is not known, or it is damaged.
+        InvalidArgumentError: a key, but the file is not of torch.
+    """
+    if path.suffix in SUFFIXES:
+        return open_torch(path, key)
+    if path.suffix not in OTHERS:
+        raise UnreadableFileError(
+            str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {', '.join(KINDS)}."
+        )
+    if key:
+        raise InvalidArgumentError("a key names a state dict in a checkpoint of torch", path.name, "Leave the key out.")
+    return OTHERS[path.suffix](path)
+
+
+# --- several files ----------------------------------------------------------------------------------------------------
 
 LARGEST_INDEX = 100 << 20  # bytes; the index of a model of a million tensors is smaller
 PART = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
@@ -32,7 +72,7 @@ def open_shards(index: Path) -> Opened:
         if name not in names:
             said = shards[shard]
             reason = said if isinstance(said, str) else f"the shard {plain(shard)} does not hold it"
-            missing.append(TensorEntry(name, "", None, None, reason))
+            missing.append(TensorEntry.unread(name, reason))
     there = {shard for shard in shards if (index.parent / shard).is_file()}
     unread = [Problem("G701", name, said) for name, said in shards.items() if name in there and isinstance(said, str)]
     problems = [

@@ -6,7 +6,6 @@ it is not read. Files are read tensor by tensor, and no code in a file ever runs
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, closest, listing
 from gonio.escaping import plain, redact
 from gonio.geometry import Layout
-from gonio.measuring.reading.absent import without_values
 from gonio.measuring.reading.adapters import (
     Adapter,
     AdapterConfig,
@@ -30,6 +28,8 @@ from gonio.measuring.reading.adapters import (
     may_hold_adapters,
     stated_in_header,
 )
+from gonio.measuring.reading.configurations import CONFIGURATIONS, Configurations
+from gonio.measuring.reading.deepspeed_files import is_universal, is_zero, open_universal, open_zero
 from gonio.measuring.reading.distributed import is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
     AS_STORED,
@@ -39,7 +39,6 @@ from gonio.measuring.reading.entry import (
     MATRIX,
     TABLE,
     UNKNOWN,
-    USUAL_PADDING,
     Axes,
     Shapes,
     StoredTensor,
@@ -55,29 +54,23 @@ from gonio.measuring.reading.entry import (
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
-from gonio.measuring.reading.kinds import KINDS, OTHERS, open_single
 from gonio.measuring.reading.model import entries_of_model
+from gonio.measuring.reading.opened import Opened, Problem, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
-from gonio.measuring.reading.shards import PART, open_parts, open_shards, weight_map
-from gonio.measuring.reading.state_dicts import Opened, Problem, open_state, state_in
+from gonio.measuring.reading.shards import KINDS, OTHERS, PART, open_parts, open_shards, open_single, weight_map
+from gonio.measuring.reading.state_dicts import open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
-from gonio.measuring.reading.universal_files import is_universal, open_universal
-from gonio.measuring.reading.zero_files import is_zero, open_zero
 from gonio.messages import Message, joined, say
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
-CONFIGURATIONS = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")
-"""What is read of the files beside a checkpoint."""
-LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
 # The names under which libraries save the weights of a model, before any others in its folder.
 _STANDARD = frozenset(
     f"{stem}.{kind}"
     for stem in ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_model")
     for kind in ("safetensors", "bin")
 )
-_QUANTISATION = ("quantization_config", "compression_config", "quantization")  # the last one is MLX's
 _MODELS = (*SUFFIXES, *OTHERS)
 # Of a folder's files, the kinds in the order in which one is the model.
 _PATTERNS = (
@@ -141,8 +134,9 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         headers = {other.name: (other.shape or (), other.dtype) for other in opened.others}
         headers |= {name: (tensor.shape, tensor.dtype) for name, tensor in opened.stored.items()}
         absent = without_values(headers)
-        opened = replace(opened, stored=in_depth_order(opened.stored, beside.vocabulary))
-        about, config = configured(beside.adapters, opened.metadata, opened.stored)
+        order = in_depth_order({name: tensor.shape for name, tensor in opened.stored.items()}, beside.vocabulary)
+        opened = replace(opened, stored={name: opened.stored[name] for name in order})
+        about, config = configured(beside.adapter, opened.metadata, opened.stored)
         adapters = adapters_in(opened.stored, config) if config is not None else []
         parts = {key for adapter in adapters for key in adapter.parts}
         made = [*_entries(opened.stored, beside, parts), *opened.others]
@@ -224,27 +218,17 @@ def padding_rows(shape: tuple[int, ...], rows: tuple[int, ...], tables: Collecti
     """The rows of a tensor of which one is 0 if it is an embedding with padding, or tied to one; empty if it cannot be.
 
     Args:
-        rows: of the padding, as :func:`padding_beside` gives them. `tables`: of :func:`tables_in`.
+        rows: of the padding, as :attr:`Configurations.padding` has them. `tables`: of :func:`tables_in`.
     """
     return tuple(row for row in rows if row < shape[0]) if len(shape) == 2 and shape in tables else ()
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """What the configurations in a file's folder say: quantisation, adapters, the row of padding, rows of tables."""
-
-    quantization: Mapping[str, Any] = field(default_factory=dict)
-    adapters: Mapping[str, Any] = field(default_factory=dict)
-    padding: tuple[int, ...] = USUAL_PADDING
-    vocabulary: int | None = None
-
-
-def _entries(stored: StoredTensors, beside: _Beside, of_adapters: set[str]) -> Iterator[TensorEntry]:
+def _entries(stored: StoredTensors, beside: Configurations, of_adapters: set[str]) -> Iterator[TensorEntry]:
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
     plainly = {name: tensor for name, tensor in stored.items() if tensor.axes is None}
     suspects = [name for name, t in plainly.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
     weights = (
-        {part: one for one in stored_weights(suspects, stored, beside.quantization) for part in one.parts}
+        {part: one for one in stored_weights(suspects, stored, beside.quantisation) for part in one.parts}
         if suspects
         else {}
     )
@@ -306,14 +290,14 @@ def _without_batch(entry: TensorEntry) -> TensorEntry:
 def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     """The entry of a weight computed from its parts; a stack of matrices is read as one of experts."""
     if weight.stored is None:
-        return TensorEntry(name, "", None, None, weight.note)
+        return TensorEntry.unread(name, weight.note)
     layout, kind, reason, notes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
     if weight.matrices > 1 or (layout is None and weight.kind == "quantised"):
         layout, kind, reason = Layout(blocks=weight.matrices), "linear", ""
     return replace(weight.stored.entry(name, kind, layout, reason, (weight.note, *notes)), inferred=True)
 
 
-def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
+def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Configurations]:
     """The tensors, and the configurations in the file's folder."""
     found = _held(source)
     if found[0].refusal is not None:
@@ -321,15 +305,15 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
     return found
 
 
-def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _Beside]:
+def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Configurations]:
     """As :func:`_opened`; of a source whose weights are not known, why, and the states of optimizers."""
     if isinstance(source, Mapping):
         raw = optimizers_in(source, in_memory)
         try:
             held = state_in(source, what="the mapping")
         except InvalidArgumentError as error:
-            return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True)), _Beside()
-        return open_state(held, raw), _Beside()
+            return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True)), Configurations()
+        return open_state(held, raw), Configurations()
     if not isinstance(source, (str, os.PathLike)):
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
@@ -338,7 +322,7 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, _
     if path.is_dir() and files[0] != path:
         opened, states = _with_optimizer(opened, path, files)
         opened = replace(opened, notes=(*opened.notes, *left_out(path, [f for f in others if f not in states])))
-    return opened, _beside(path if path.is_dir() else path.parent)
+    return opened, Configurations.in_folder(path if path.is_dir() else path.parent)
 
 
 def left_out(folder: Path, others: Iterable[Path]) -> tuple[Message, ...]:
@@ -373,33 +357,6 @@ def optimizer_of(source: Source) -> OptimizerContents:
         return _held(source)[0].optimizer
     except GonioError:  # damage is a finding of `check`
         return OptimizerContents()
-
-
-def _beside(folder: Path) -> _Beside:
-    """The configurations beside a checkpoint."""
-    config, adapters, *older = (small_json(folder / name) for name in CONFIGURATIONS)
-    text = config.get("text_config")
-    rows = padding_beside(config)
-    vocabulary = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    known = vocabulary if isinstance(vocabulary, int) else None
-    return _Beside(quantisation_of(config, *older), adapters, rows, known)
-
-
-def quantisation_of(config: Mapping[str, Any], *older: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How a model is quantised: by a key of its `config.json`, or by a file of older tools; empty if it is not.
-
-    Args:
-        older: the contents of these files, the ones named last in :data:`CONFIGURATIONS`.
-    """
-    found = next((config[key] for key in _QUANTISATION if config.get(key)), None)
-    return found if isinstance(found, dict) else next((each for each in older if each), {})
-
-
-def padding_beside(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The row of padding in embeddings that a `config.json` names, or the usual ones."""
-    text = config.get("text_config")
-    padding = config.get("pad_token_id", text.get("pad_token_id") if isinstance(text, dict) else None)
-    return (padding,) if isinstance(padding, int) and padding >= 0 else USUAL_PADDING
 
 
 def _no_source(given: object) -> InvalidArgumentError:
@@ -548,13 +505,3 @@ def folders_with_models(folder: Path) -> list[str]:
         for one in within
         if is_whole(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
     ]
-
-
-def small_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file; an empty one if there is no such file, or if it holds anything else."""
-    try:
-        small = path.is_file() and path.stat().st_size <= LARGEST_JSON
-        content = json.loads(path.read_text(encoding="utf-8")) if small else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

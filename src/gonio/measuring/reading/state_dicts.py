@@ -18,8 +18,9 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.measuring.reading.optimizers import FORM, OptimizerContents, Raw, fitted, in_memory, optimizers_in, shape_of
-from gonio.messages import Message, counted, say
+from gonio.measuring.reading.opened import Opened
+from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in, shape_of
+from gonio.messages import Message, say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
 _KEYS: tuple[str, ...] = (
@@ -39,97 +40,6 @@ _KEYS: tuple[str, ...] = (
 )
 _DEPTH = 3
 _NESTED = 6  # levels below which containers of a checkpoint are not searched for tensors
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with a file, or with a tensor's place; the code is of a rule on files.
-
-    Attributes:
-        tensors: of a problem of a file, the names of the tensors that cannot be read for it.
-    """
-
-    code: str
-    path: str
-    found: str
-    tensors: tuple[str, ...] = ()
-
-
-@dataclass
-class CutOff:
-    """Tensors that end after the file that holds them, by the name of the file: one problem per file.
-
-    Example:
-        >>> from gonio.measuring.reading.state_dicts import CutOff
-        >>> cut = CutOff()
-        >>> cut.add("a.safetensors", 100, 140, "w")
-        'cut off: the file ends 40 bytes before it does'
-        >>> next(cut.problems()).found
-        'cut off: 100 of 140 bytes are there, without the end of 1 tensor: w'
-    """
-
-    files: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)
-
-    def add(self, file: str, size: int, end: int, tensor: str) -> Message:
-        """Add a tensor that should end at the byte `end` of a file of this size; returns what is wrong with it."""
-        self.files.setdefault(file, (size, {}))[1][tensor] = end
-        return say("cut off: the file ends {value} bytes before it does", value=end - size)
-
-    def problems(self) -> Iterator[Problem]:
-        """One problem for each file, with its size and its tensors."""
-        for file, (size, ends) in self.files.items():
-            names = listing([plain(name, longest=200) for name in sorted(ends, key=ends.__getitem__)], limit=4)
-            found = say(
-                "cut off: {size:,} of {whole:,} bytes are there, without the end of {tensors}: {names}",
-                size=size,
-                whole=max(ends.values()),
-                tensors=counted(len(ends), "tensor"),
-                names=names,
-            )
-            yield Problem("G704", file, found, tuple(ends))
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The tensors of files or of a state dict.
-
-    Attributes:
-        stored: the model's tensors. `others`: an entry with a reason for everything else of the model.
-        notes: how they were read.
-        beside: tensors that are not the model's, as the state of an optimizer.
-        problems: what is wrong with the files, as far as it is seen without reading values.
-        refusal: why it cannot be told which tensors are the model's; then all are `beside`.
-        optimizer: the states of optimizers, parameter by parameter.
-        metadata: texts in the header of a single file.
-    """
-
-    stored: dict[str, StoredTensor]
-    others: tuple[TensorEntry, ...] = ()
-    notes: tuple[str, ...] = ()
-    beside: dict[str, StoredTensor] = field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
-    refusal: InvalidArgumentError | None = None
-    optimizer: OptimizerContents = field(default_factory=OptimizerContents)
-    metadata: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """Of everything of the model."""
-        return [*self.stored, *(other.name for other in self.others)]
-
-    @classmethod
-    def of_parts(cls, parts: Sequence[Opened]) -> Opened:
-        """Several files as one; of a name in two of them, what the first one holds."""
-        stored = {name: tensor for part in reversed(parts) for name, tensor in part.stored.items()}
-        others = {other.name: other for part in reversed(parts) for other in part.others if other.name not in stored}
-        return cls(
-            stored,
-            tuple(others.values()),
-            tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-            {name: tensor for part in reversed(parts) for name, tensor in part.beside.items()},
-            tuple(problem for part in parts for problem in part.problems),
-            optimizer=sum((part.optimizer for part in parts), OptimizerContents()),
-        )
 
 
 @dataclass(frozen=True)
@@ -305,17 +215,30 @@ def holders(content: Mapping[Any, Any]) -> Iterator[str]:
     return (str(key) for key, value in content.items() if isinstance(value, Tensor) or _holds_tensors(value))
 
 
-def _holds_tensors(value: Any, depth: int = _NESTED) -> bool:
-    """Whether there is a tensor in containers; one that contains itself is looked through once."""
-    waiting, seen = [(value, depth)], set[int]()
-    while waiting:
-        one, left = waiting.pop()
-        if isinstance(one, Tensor):
-            return True
-        if left and id(one) not in seen and isinstance(one, (Mapping, list, tuple)):
-            seen.add(id(one))
-            waiting += [(inner, left - 1) for inner in (one.values() if isinstance(one, Mapping) else one)]
-    return False
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for _, leaf in leaves(value, _NESTED))
+
+
+def leaves(content: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """(place, value) of everything in nested containers; a container that contains itself is visited once.
+
+    Args:
+        depth: levels of containers that are looked into.
+    """
+    stack, seen = [("", content, 0)], set[int]()
+    while stack:
+        name, value, level = stack.pop()
+        if isinstance(value, Mapping):
+            inner = [(str(key), held) for key, held in value.items()]
+        elif isinstance(value, (list, tuple)):
+            inner = [(str(key), held) for key, held in enumerate(value)]
+        else:
+            yield name, value
+            continue
+        if id(value) not in seen and level < depth:
+            seen.add(id(value))
+            dot = "." if name else ""
+            stack += [(f"{name}{dot}{key}", held, level + 1) for key, held in reversed(inner)]
 
 
 def shorten_list(names: Collection[Any], form: Callable[[Any], str] = str) -> str:

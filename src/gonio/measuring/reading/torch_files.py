@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
-from gonio.measuring.reading.content import TORCH, misnamed
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
+from gonio.measuring.reading.opened import TORCH, Opened, intact, misnamed
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import (
     OF_SETTINGS,
@@ -28,8 +28,7 @@ from gonio.measuring.reading.pickles import (
     StoredPart,
     parts_of,
 )
-from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Found, Opened, by_form, open_state, state_in
+from gonio.measuring.reading.state_dicts import Found, by_form, leaves, open_state, state_in
 from gonio.messages import say
 
 SUFFIXES = TORCH
@@ -37,6 +36,7 @@ _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose m
 _OTHER = re.compile(r"it holds (an object of|a tensor of the subclass) ([\w.]{1,200})")  # of the reader of pickles here
 _PARTS_OF_A_PROCESS = "must be imported to load DTensors"  # in errors of torch's reader
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
+_DEPTH = 64  # of containers in which objects that are not read are looked for
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
 
 
@@ -72,11 +72,12 @@ class _Mapped:
 def open_torch(path: Path, key: str = "") -> Opened:
     """The tensors of a torch checkpoint, read when they are measured, and the states of optimizers in it."""
     mapped = _Mapped(path)
+    classes = sorted({one.name for _, one in leaves(mapped.content, _DEPTH) if isinstance(one, Record)})  # not read
     try:
         found = state_in(mapped.content, what=repr(path.name), key=key)
     except InvalidArgumentError as error:
         raw = [] if key else optimizers_in(mapped.content, mapped.stored)
-        arrays = any(name.startswith("numpy.") for name in _classes_in(mapped.content))
+        arrays = any(name.startswith("numpy.") for name in classes)
         if arrays and not any(by_form(mapped.content)):
             do = "Save them as tensors, each by torch.from_numpy(array)."
             raise UnreadableFileError(str(path), "its weights are arrays of numpy, which are not read", do) from error
@@ -86,7 +87,7 @@ def open_torch(path: Path, key: str = "") -> Opened:
     raw = optimizers_in(mapped.content, mapped.stored)
     at = tuple(found.key.split(".")) if found.key else ()
     opened = open_state(found, raw, lambda name: mapped.read((*at, f"{found.prefix}{name}" if found.prefix else name)))
-    if classes := sorted(_classes_in(mapped.content)):
+    if classes:
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
     return opened
@@ -222,14 +223,6 @@ def _beside_settings(path: Path) -> Any:
     return read(archive.content)
 
 
-def _classes_in(value: Any) -> set[str]:
-    """The classes of the objects that were not read."""
-    if isinstance(value, Record):
-        return {value.name}
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return {name for one in inner for name in _classes_in(one)}
-
-
 def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
     """Why torch does not read a file, and the reader of archives with settings neither, and what to do."""
     with path.open("rb") as file:
@@ -273,14 +266,12 @@ def _is_archive(path: Path) -> bool:
         UnreadableFileError: for TorchScript, and for another archive that unpacks to more than its size. torch.save
             stores without compression, so that no file of it does.
     """
-    try:
+    with intact(path):
         if not zipfile.is_zipfile(path):
             return False
         with zipfile.ZipFile(path) as archive:
             unfolded = sum(info.file_size for info in archive.infolist())
             scripted = any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in archive.namelist())
-    except Exception as error:
-        raise damaged(path, error) from error
     if scripted:
         do = "Load it with torch.jit.load, and save its state_dict()."
         raise UnreadableFileError(str(path), "it is a TorchScript archive: code beside its tensors", do)

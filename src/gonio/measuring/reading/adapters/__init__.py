@@ -23,7 +23,7 @@ from torch import Tensor
 from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import LOW_RANK, StoredTensor, TensorEntry
-from gonio.measuring.reading.state_dicts import Problem
+from gonio.measuring.reading.opened import Problem
 from gonio.messages import Message, say
 
 _KEY = re.compile(
@@ -145,7 +145,7 @@ _PATTERNS, _PATH = 300, 200  # characters of a pattern, and of a path that is he
 _QUANTIFIERS: Final = 3  # without an upper end in a pattern: with more, a match could take for ever
 
 
-class AdapterConfig(Mapping[str, Any]):
+class AdapterConfig(dict[str, Any]):
     """An `adapter_config.json`, or an empty mapping where there is none. Its values have any type until checked.
 
     Attributes:
@@ -153,7 +153,8 @@ class AdapterConfig(Mapping[str, Any]):
     """
 
     def __init__(self, given: Mapping[str, Any], parts: Mapping[str, AdapterConfig] | None = None) -> None:
-        self._given, self._parts = given, parts or {}
+        super().__init__(given)
+        self._parts = parts or {}
         self._patterns: dict[str, list[tuple[re.Pattern[str], float]]] = {}
         kind = given.get("peft_type", "LORA")
         known = _UNDERSTOOD | _HARMLESS
@@ -163,15 +164,6 @@ class AdapterConfig(Mapping[str, Any]):
             self.refusal = f"an adapter of type {str(kind)[:40]}, which is not computed"
         elif unknown:
             self.refusal = f"the adapter's configuration has a key that is not understood: {', '.join(unknown[:3])}"
-
-    def __getitem__(self, key: str) -> Any:
-        return self._given[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._given)
-
-    def __len__(self) -> int:
-        return len(self._given)
 
     @classmethod
     def of_header(cls, header: Mapping[str, Any]) -> AdapterConfig:

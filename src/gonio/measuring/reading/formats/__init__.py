@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -40,25 +40,13 @@ class StoredWeight:
 StoredTensors = Mapping[str, StoredTensor]
 
 
-class FileTensors(StoredTensors):
+class FileTensors(dict[str, StoredTensor]):
     """All tensors of a file, and those of each layer: the keys up to the last dot, and what follows it."""
-
-    def __init__(self, stored: StoredTensors) -> None:
-        self._stored = stored
-
-    def __getitem__(self, key: str) -> StoredTensor:
-        return self._stored[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
     @cached_property
     def layers(self) -> Mapping[str, StoredTensors]:
         found: dict[str, dict[str, StoredTensor]] = {}
-        for key, tensor in self._stored.items():
+        for key, tensor in self.items():
             path, _, last = key.rpartition(".")
             found.setdefault(path, {})[last] = tensor
         return found

@@ -62,18 +62,19 @@ def _of_keys(
     if len(fitting) == 1 and len(known) == 1:
         key = fitting[0]
         zero, unknown = _zero_point(path, name, key, zeros, stored)
-        others = (other for other in stored if other.startswith(f"{name}_") and other not in (key, zero))
-        second = [other for other in others if _may_scale(other, path, name, stored[other], weight, config)]
+        others = [other for other in _may_scale(path, name, stored, config) if other not in (key, zero)]
+        second = [other for other in others if other.startswith(f"{name}_")]
         if second:
             return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {second[0]} scales it is not known")
-        unknown = unknown or (zero if own != name and not _is_integer(zero, stored) else "")
+        if zero and own != name and not stored[zero].dtype.startswith("int"):  # added to weights, not taken off codes
+            unknown = unknown or zero
         if unknown:
             return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {unknown} shifts it is not known")
         blocks = _blocks(weight.shape, stored[key], config)
         made = computed(_values, weight, stored[key], stored.get(zero), blocks, shape=weight.shape)
         said = f"dequantised from {weight.dtype} and its scale{' and zero point' if zero else ''}"
         return StoredWeight(own, (name, key, *([zero] if zero else [])), made, said)
-    beside = known or [key for key, part in stored.items() if _may_scale(key, path, name, part, weight, config)]
+    beside = known or _may_scale(path, name, stored, config)
     if not beside:
         return None
     return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {beside[0]} scales it is not known")
@@ -85,11 +86,6 @@ def _exact(shape: tuple[int, ...], scale: StoredTensor | None) -> dict[str, list
     if len(shape) != 2 or len(sizes) != 2 or 0 in sizes or any(of % n for of, n in zip(shape, sizes, strict=True)):
         return {}
     return {"weight_block_size": [of // n for of, n in zip(shape, sizes, strict=True)]}
-
-
-def _is_integer(zero: str, stored: StoredTensors) -> bool:
-    """Whether zero points are integers, which are subtracted from codes; others are added to weights."""
-    return not zero or stored[zero].dtype.startswith("int")
 
 
 def _zero_point(path: str, name: str, scale: str, registered: list[str], stored: FileTensors) -> tuple[str, str]:
@@ -110,15 +106,13 @@ def _zero_point(path: str, name: str, scale: str, registered: list[str], stored:
     return "", others[0] if others else ""
 
 
-def _may_scale(
-    key: str, path: str, name: str, part: StoredTensor, weight: StoredTensor, config: Mapping[str, Any]
-) -> bool:
-    """Whether a tensor of the same layer has the shape of a scale, and is no bias and no scale of activations."""
-    if not key.startswith(path) or key == name or part.dtype == weight.dtype:
-        return False
-    last = key.removeprefix(path)
-    own = "." not in last.removeprefix(f"{name.removeprefix(path)}.") and last != "bias" and last not in ACTIVATIONS
-    return own and _blocks(weight.shape, part, config) is not None
+def _may_scale(path: str, name: str, stored: FileTensors, config: Mapping[str, Any]) -> list[str]:
+    """The tensors of a weight's layer or under its own name with the shape of a scale: no bias, none of activations."""
+    weight, none = stored[name], ("bias", *ACTIVATIONS)
+    layer = [f"{path}{last}" for last in stored.layers[path.removesuffix(".")] if last not in none]
+    keys = (*layer, *(f"{name}.{last}" for last in stored.layers.get(name, {})))
+    found = [key for key in keys if key != name and stored[key].dtype != weight.dtype]
+    return [key for key in found if _blocks(weight.shape, stored[key], config) is not None]
 
 
 def _blocks(shape: tuple[int, ...], scale: StoredTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:

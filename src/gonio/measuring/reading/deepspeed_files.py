@@ -1,20 +1,26 @@
-"""Folders of DeepSpeed's ZeRO: flat partitions of the float32 weights of each rank, and the names and shapes of these.
+"""Folders of DeepSpeed: ZeRO's flat partitions of the float32 weights of each rank, and universal checkpoints.
 
-Stages 1 and 2 cut the flattened weights of a parameter group into equal partitions, one of each rank. Stage 3 cuts each
-weight by itself. A weight is put together from its pieces when it is read. What else the files hold is beside: the
-copy of the weights in 16 bits, and the state of the optimizer. The files are pickles with objects of DeepSpeed: they
-are read with a closed list of classes (:mod:`gonio.measuring.reading.pickles`).
+Of ZeRO, stages 1 and 2 cut the flattened weights of a parameter group into equal partitions, one of each rank. Stage 3
+cuts each weight by itself. A weight is put together from its pieces when it is read. What else the files hold is
+beside: the copy of the weights in 16 bits, and the state of the optimizer. The files are pickles with objects of
+DeepSpeed: they are read with a closed list of classes (:mod:`gonio.measuring.reading.pickles`).
 
-References: deepspeed/utils/zero_to_fp32.py of DeepSpeed; S. Rajbhandari et al., "ZeRO: memory optimizations toward
-training trillion parameter models", 2020, arXiv 1910.02054, section 5.
+A universal checkpoint has a folder for each weight: `zero/NAME/fp32.pt` holds {"param": the float32 weight}, already
+joined over all ranks; `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt` hold the state of the optimizer. Other files of the
+folder hold what a trainer saved beside.
+
+References: deepspeed/utils/zero_to_fp32.py and deepspeed/checkpoint/ds_to_universal.py of DeepSpeed; S. Rajbhandari et
+al., "ZeRO: memory optimizations toward training trillion parameter models", 2020, arXiv 1910.02054, section 5; X. Lian
+et al., "Universal checkpointing", 2024, arXiv 2406.18820, section 3.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,11 +29,11 @@ import torch
 from torch import Tensor
 
 from gonio.errors import UnreadableFileError, listing
-from gonio.measuring.reading.entry import StoredTensor, TensorEntry
+from gonio.escaping import plain
+from gonio.measuring.reading.entry import StoredTensor
+from gonio.measuring.reading.opened import Listing, Opened, Problem, damaged, intact
 from gonio.measuring.reading.optimizers import Raw, fitted
 from gonio.measuring.reading.pickles import OF_TORCH, Archive, Record, StoredPart
-from gonio.measuring.reading.safetensors_files import damaged
-from gonio.measuring.reading.state_dicts import Opened, Problem
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -80,34 +86,24 @@ def _joined(shape: tuple[int, ...], pieces: _Pieces) -> StoredTensor:
     return StoredTensor(shape, dtype, partial(_read, shape, dtype, pieces), file=file)
 
 
-@dataclass
-class _Zero:
+class _Zero(Listing):
     """What is found in a folder."""
-
-    path: Path
-    stored: dict[str, StoredTensor] = field(default_factory=dict)
-    others: list[TensorEntry] = field(default_factory=list)
-    beside: dict[str, StoredTensor] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
 
     def add(self, name: str, shape: tuple[int, ...], pieces: _Pieces) -> None:
         """A weight in these pieces; what is wrong with them is a finding."""
         held = sum(prod(part.shape) for _, part in pieces)
         if held != prod(shape):
-            said = f"{held} of its {prod(shape)} entries are in the partitions"
-            self.problems.append(Problem("G704", name, said))
-            self.others.append(TensorEntry(name, "", None, None, said, shape=shape))
+            self.refuse(name, f"{held} of its {prod(shape)} entries are in the partitions", "G704", shape=shape)
         else:
             self.stored[name] = _joined(shape, pieces)
 
     def add_beside(self, archive: Archive, content: Any, at: str) -> None:
         """All tensors of a part of a file, by their places."""
         for name, part in _parts(content, at, _DEPTH):
-            load = partial(_read, part.shape, part.dtype, [(archive, part)])
             if not archive.holds(part):
-                self.problems.append(Problem("G704", name, "its archive holds fewer entries than it claims"))
+                self.problem("G704", name, "its archive holds fewer entries than it claims")
             else:
-                self.beside[name] = StoredTensor(part.shape, part.dtype, load, file=archive.path.name)
+                self.beside[name] = _joined(part.shape, [(archive, part)])
 
 
 def open_zero(path: Path) -> Opened:
@@ -117,7 +113,7 @@ def open_zero(path: Path) -> Opened:
         UnreadableFileError: if no file of the optimizer, or not the one of the model, can be read, or if the model is
             divided over ranks of tensor parallelism too, which are not merged.
     """
-    zero = _Zero(path)
+    zero = _Zero()
     files = {file.name: file for file in path.iterdir() if file.is_file()}
     optimizers = {int(m[1]): files[n] for n in files if (m := _OPTIMIZER.fullmatch(n)) and int(m[2]) == 0}
     models = {int(m[1] or 0): files[n] for n in files if (m := _MODEL.fullmatch(n)) and int(m[2]) == 0}
@@ -129,10 +125,8 @@ def open_zero(path: Path) -> Opened:
     if not ranks or 0 not in states:
         missing = "no file of an optimizer" if not ranks else "not the file of the model's states of rank 0"
         raise UnreadableFileError(str(path), f"{missing} can be read", "Copy or save it again.")
-    try:
+    with intact(path):
         return _assembled(zero, ranks, states)
-    except Exception as error:  # of a hostile pickle's content
-        raise damaged(path, error) from error
 
 
 def _archives(zero: _Zero, files: Mapping[int, Path]) -> dict[int, Archive]:
@@ -144,7 +138,7 @@ def _archives(zero: _Zero, files: Mapping[int, Path]) -> dict[int, Archive]:
                 raise ValueError("it holds no mapping")
         except Exception as error:
             found.pop(rank, None)
-            zero.problems.append(Problem("G701", file.name, str(damaged(file, error))))
+            zero.problem("G701", file.name, str(damaged(file, error)))
     return found
 
 
@@ -158,14 +152,13 @@ def _assembled(zero: _Zero, ranks: dict[int, Archive], states: dict[int, Archive
     missing = [rank for rank in range(world) if rank not in ranks]
     if missing:
         what = listing([str(rank) for rank in missing], limit=4)
-        zero.problems.append(Problem("G702", "", f"{len(ranks)} of {world} partitions are there, without rank {what}"))
+        zero.problem("G702", "", f"{len(ranks)} of {world} partitions are there, without rank {what}")
     groups = {rank: _flat(zero, ranks[rank], held, _GROUPS[stage]) for rank, held in optimizers.items()}
     model, raw = states[0].content, list[Raw]()
     shapes = [{str(n): _shape(s) for n, s in dict(group).items()} for group in model["param_shapes"]]
     if missing or any(held is None for held in groups.values()):
         for name, shape in ((n, s) for group in shapes for n, s in group.items()):
-            said = "a partition that holds a piece of it is missing or damaged"
-            zero.others.append(TensorEntry(name, "", None, None, said, shape=shape))
+            zero.refuse(name, "a partition that holds a piece of it is missing or damaged", shape=shape)
     else:
         whole = [[part for part in groups[rank] or () if part] for rank in range(world)]
         archives, facts = [ranks[rank] for rank in range(world)], [optimizers[rank] for rank in range(world)]
@@ -180,9 +173,7 @@ def _assembled(zero: _Zero, ranks: dict[int, Archive], states: dict[int, Archive
     notes = [f"ZeRO stage {stage}, {world} partition{'s' if world > 1 else ''} of the float32 weights"]
     if zero.beside:
         notes.append(f"not the weights: {len(zero.beside)} tensors of the optimizer and of copies in 16 bits")
-    optimizer = fitted(raw, zero.stored, in_order=True)
-    problems = tuple(zero.problems)
-    return Opened(zero.stored, tuple(zero.others), tuple(notes), zero.beside, problems, optimizer=optimizer)
+    return zero.opened(*notes, optimizer=fitted(raw, zero.stored, in_order=True))
 
 
 def _paddings(facts: list[dict[str, Any]], shapes: _Shapes) -> tuple[list[list[int]], list[list[int]]]:
@@ -256,7 +247,7 @@ def _flat(zero: _Zero, archive: Archive, held: Mapping[str, Any], key: str) -> l
         and len({part.dtype for part in parts}) <= 1
     ):
         return parts
-    zero.problems.append(Problem("G704", archive.path.name, f"its {key} are no flat tensors of one dtype in the file"))
+    zero.problem("G704", archive.path.name, f"its {key} are no flat tensors of one dtype in the file")
     return None
 
 
@@ -343,7 +334,7 @@ def _of_states(zero: _Zero, states: dict[int, Archive], world: int) -> None:
             zero.stored[str(name)] = zero.stored[str(source)]
     if lost := [rank for rank in range(world) if rank not in states]:
         said = f"the model's states of rank {listing([str(rank) for rank in lost], limit=4)} are missing"
-        zero.problems.append(Problem("G702", "", said))
+        zero.problem("G702", "", said)
 
 
 def _parts(content: Any, at: str, depth: int) -> Iterator[tuple[str, StoredPart]]:
@@ -359,9 +350,70 @@ def _read(shape: tuple[int, ...], dtype: str, pieces: _Pieces) -> Tensor:
     whole = torch.empty(prod(shape), dtype=getattr(torch, dtype))
     done = 0
     for archive, part in pieces:
-        try:
+        with intact(archive.path):
             whole[done : done + prod(part.shape)] = archive.entries(part)
-        except Exception as error:
-            raise damaged(archive.path, error) from error
         done += prod(part.shape)
     return whole.reshape(shape)
+
+
+# --- universal checkpoints --------------------------------------------------------------------------------------------
+
+_HOME, _WEIGHT, _PARAM = "zero", "fp32.pt", "param"
+_MOST = 1 << 20  # folders
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a folder holds a universal checkpoint."""
+    home = folder / _HOME
+    return home.is_dir() and any((one / _WEIGHT).is_file() for one in islice(home.iterdir(), 1000))
+
+
+def archives_in(folder: Path) -> list[Path]:
+    """The files of its weights and of their states."""
+    return sorted(file for one in islice((folder / _HOME).iterdir(), _MOST) for file in one.glob("*.pt"))
+
+
+def open_universal(path: Path) -> Opened:
+    """The float32 weights of a universal checkpoint, and the state of its optimizer."""
+    found, states = Listing(), dict[str, dict[str, Any]]()
+    for file in archives_in(path):
+        name, word = file.parent.name, file.name.removesuffix(".pt")
+        try:
+            held = _held(file)
+            if file.name == _WEIGHT:
+                if not isinstance(held, StoredTensor):
+                    raise ValueError(f"it holds no tensor under {_PARAM!r}")
+                found.stored[name] = held
+            else:
+                states.setdefault(name, {})[word] = held
+        except Exception as error:  # a hostile pickle provokes almost any of them
+            found.problem("G701", f"{plain(name)}/{file.name}", str(damaged(file, error)))
+            if file.name == _WEIGHT:
+                found.refuse(name, f"its file {file.name} cannot be read")
+    raw = [Raw("optimizer", states, [{"params": list(states)}])] if states else []
+    found.beside = {
+        f"{name}/{word}": one
+        for name, state in states.items()
+        for word, one in state.items()
+        if isinstance(one, StoredTensor)
+    }
+    optimizer = fitted(raw, found.stored, in_order=True)
+    return found.opened("a universal checkpoint of DeepSpeed: its float32 weights", optimizer=optimizer)
+
+
+def _held(file: Path) -> Any:
+    """The tensor in a file, or what else it holds: a number of steps."""
+    archive = Archive(file, allowed=OF_TORCH)
+    part = archive.content.get(_PARAM) if isinstance(archive.content, dict) else archive.content
+    if not isinstance(part, StoredPart):
+        return part
+    if not archive.holds(part):
+        raise ValueError("its archive holds fewer entries than it claims")
+    return StoredTensor(part.shape, part.dtype, partial(_checked, archive, part), file=file.name)
+
+
+def _checked(archive: Archive, part: StoredPart) -> Tensor:
+    found = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
+    with intact(archive.path):
+        archive.read(part, found)
+    return found
