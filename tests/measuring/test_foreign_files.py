@@ -268,6 +268,18 @@ def test_a_state_dict_under_any_key_can_be_named(tmp_path: Path) -> None:
         measure(CheckpointPart(str(tmp_path / "m.safetensors"), "generator"))
 
 
+def test_keys_may_have_dots_or_be_numbers(tmp_path: Path) -> None:
+    one, two = ({"layer.weight": torch.full((2, 3), value)} for value in (3.0, 5.0))
+    torch.save({"my.model": one, "my": {"model.b": two}, "models": {0: one, 1: two}}, tmp_path / "several.pt")
+    places = {"my.model": 3.0, "my.model.b": 5.0, "models.0": 3.0, "models.1": 5.0, "models.1.layer": 5.0}
+    for key, value in places.items():
+        assert measure(CheckpointPart(str(tmp_path / "several.pt"), key)).layers[0].frobenius == pytest.approx(
+            value * 6**0.5
+        )
+    notes = measure(CheckpointPart(str(tmp_path / "several.pt"), "models.1")).notes
+    assert "not read: my.model, my, models.0, of the same checkpoint" in notes
+
+
 @pytest.mark.filterwarnings("error", "ignore:.*torch.jit:DeprecationWarning")
 def test_torchscript_is_named_as_such(tmp_path: Path) -> None:
     torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "scripted.pt"))

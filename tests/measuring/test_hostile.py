@@ -105,7 +105,7 @@ def test_a_state_dict_to_be_loaded_has_text_as_keys_and_stores_its_entries(tmp_p
             state_of_torch(path)
     torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, path)
     found, content = state_of_torch(path)
-    assert (list(found.state), found.key, content["epoch"]) == (["w"], "state_dict", 3)
+    assert (list(found.state), found.place, content["epoch"]) == (["w"], "state_dict", 3)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x00" * 5_000_000)
     with pytest.raises(UnreadableFileError, match="would unfold to 5000000 bytes"):

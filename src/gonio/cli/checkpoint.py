@@ -75,7 +75,7 @@ def read(path: str, *, key: str | None = None) -> Checkpoint:
         _check_loads(files[0])
         if files[0].suffix != ".safetensors":
             held, content = state_of_torch(files[0], key or "")
-            state, metadata = held.state, content if held.key else {}
+            state, metadata = held.state, content if held.at else {}
         else:
             state, metadata = _safetensors(files[0]) if key is None else _parts(files, key)
     seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))

@@ -331,7 +331,7 @@ def _of_content(content: Any, file: str) -> Inventory:
     if isinstance(content, Mapping):
         try:
             found = state_in(content, what="the checkpoint")
-            state, key = found.state, found.key
+            state, key = found.state, found.place
         except InvalidArgumentError:  # then all tensors are beside
             unknown = [plain(name) for name in holders(content)]
     places, problems = [], []

@@ -47,22 +47,22 @@ class Found:
     """A state dict in a checkpoint.
 
     Attributes:
-        key: its place, with dots between keys; "" for the checkpoint itself.
+        at: the keys that lead to it; none for the checkpoint itself.
         beside: the places of other tensors in the checkpoint, which were not read.
         prefix: of a part of the mapping at this place, what the names of all its tensors began with.
         whole: the mapping at this place.
     """
 
     state: Mapping[Any, Any]
-    key: str
+    at: tuple[Any, ...]
     beside: tuple[str, ...]
     prefix: str = ""
     whole: Mapping[Any, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
-        """The key, and the prefix within its mapping."""
-        return f"{self.key}.{self.prefix}".strip(".")
+        """The keys, and the prefix within the mapping, with dots between them."""
+        return ".".join(map(str, (*self.at, self.prefix))).strip(".")
 
 
 def state_in(content: Any, *, what: str, key: str = "") -> Found:
@@ -76,37 +76,48 @@ def state_in(content: Any, *, what: str, key: str = "") -> Found:
         InvalidArgumentError: if it holds no named tensors there.
     """
     if key:
-        inner, words = content, key.split(".")
-        while words and isinstance(inner, Mapping) and isinstance(inner.get(words[0]), Mapping):
-            inner = inner[words.pop(0)]
-        if words and isinstance(inner, Mapping) and (part := _part(inner, words)):
-            at, depth = key.removesuffix(".".join(words)).rstrip("."), len(words)
-            beside = {f"{at}.{'.'.join(str(name).split('.')[:depth])}".lstrip(".") for name in inner}
-            return Found(part, at, tuple(sorted(beside - {key})), ".".join(words) + ".", inner)
-        if words or not isinstance(inner, Mapping) or not _holds_tensors(inner):
+        inner, at, rest = _walked(content, key)
+        if rest and isinstance(inner, Mapping) and (part := _part(inner, rest)):
+            above, depth = ".".join(map(str, at)), rest.count(".") + 1
+            beside = {f"{above}.{'.'.join(str(name).split('.')[:depth])}".lstrip(".") for name in inner}
+            return Found(part, at, tuple(sorted(beside - {key})), f"{rest}.", inner)
+        if rest or not isinstance(inner, Mapping) or not _holds_tensors(inner):
             held = list(holders(content)) if isinstance(content, Mapping) else []
             do = f"Tensors are under: {shorten_list(held, repr)}." if held else "Leave the key out."
             raise InvalidArgumentError(f"measure() looks for named tensors under the key {key!r} of {what}", "none", do)
         found = state_in(inner, what=f"{what} under {key!r}")
-        others = [*found.beside, *(other for other in holders(content) if other != key.partition(".")[0])]
-        return replace(found, key=f"{key}.{found.key}".rstrip("."), beside=tuple(others))
+        return replace(found, at=(*at, *found.at), beside=(*found.beside, *_beside(content, at)))
     places = list(_places(content, "", _DEPTH)) if isinstance(content, Mapping) else []
     places = places or _trained(content)
     if not places:
         raise _no_state(content, what)
-    at, state = min(places, key=lambda place: place[0].count("."))  # the first of the least deep
-    others = [other.removeprefix(".") for other, _ in places if other != at]
-    inner, read = content, ""
-    for word in at.split(".")[1:]:  # what lies beside it at each level
-        here = [f"{read}{name}" for name in holders(inner) if name != word]
-        others += [name for name in here if not any(f"{other}.".startswith(f"{name}.") for other in others)]
-        inner, read = inner[word], f"{read}{word}."
-    return Found(state, at.removeprefix("."), tuple(others), whole=state)
+    place, state = min(places, key=lambda found: found[0].count("."))  # the first of the least deep
+    others, at = [other.removeprefix(".") for other, _ in places if other != place], tuple(place.split(".")[1:])
+    others += [name for name in _beside(content, at) if not any(f"{other}.".startswith(f"{name}.") for other in others)]
+    return Found(state, at, tuple(others), whole=state)
 
 
-def _part(state: Mapping[Any, Any], words: Sequence[str]) -> dict[str, Any]:
-    """What a mapping has under names that begin with these words, without them; empty if no tensor is there."""
-    prefix = ".".join(words) + "."
+def _beside(content: Any, at: Sequence[Any]) -> Iterator[str]:
+    """The places of other tensors at each level of the way to one."""
+    for depth, key in enumerate(at):
+        yield from (".".join(map(str, (*at[:depth], name))) for name in holders(content) if name != str(key))
+        content = content[key]
+
+
+def _walked(content: Any, key: str) -> tuple[Any, tuple[Any, ...], str]:
+    """The mapping at a place, the keys that lead to it, which may be no texts or have dots, and what is not found."""
+    best: tuple[Any, tuple[Any, ...], str] = (content, (), key)
+    for name, inner in content.items() if key and isinstance(content, Mapping) else ():
+        if isinstance(inner, Mapping) and f"{key}.".startswith(f"{name}."):
+            found, at, rest = _walked(inner, key[len(str(name)) + 1 :])
+            if len(rest) < len(best[2]):
+                best = found, (name, *at), rest
+    return best
+
+
+def _part(state: Mapping[Any, Any], beginning: str) -> dict[str, Any]:
+    """What a mapping has under names that begin so, without it; empty if no tensor is there."""
+    prefix = f"{beginning}."
     held = {str(name).removeprefix(prefix): one for name, one in state.items() if str(name).startswith(prefix)}
     return held if any(isinstance(one, Tensor) for one in held.values()) else {}
 

@@ -85,8 +85,8 @@ def open_torch(path: Path, key: str = "") -> Opened:
             raise
         return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
     raw = optimizers_in(mapped.content, mapped.stored)
-    at = tuple(found.key.split(".")) if found.key else ()
-    opened = open_state(found, raw, lambda name: mapped.read((*at, f"{found.prefix}{name}" if found.prefix else name)))
+    prefix = found.prefix
+    opened = open_state(found, raw, lambda name: mapped.read((*found.at, f"{prefix}{name}" if prefix else name)))
     if classes:
         told = say("not read: objects of {names}", names=listing(classes, limit=3))
         opened = replace(opened, notes=(*opened.notes, told))
