@@ -22,11 +22,11 @@ STATE: dict[str, Tensor] = {f"layers.{i}.weight": torch.randn(12, 20, generator=
 
 
 def rows(source: Any, names: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """The figures of all tensors by name, without what depends on the file: dtype, notes and kind."""
-    made = {}
+    """The figures of all tensors by name, without what a file may not say: dtype, notes, kind and marks."""
+    made, left = {}, ("name", "path", "notes", "dtype", "kind", "marks")
     for row in gonio.measure(source).to_dict()["tensors"]:
         name = (names or {}).get(row["name"], row["name"])
-        made[name] = {key: value for key, value in row.items() if key not in ("name", "path", "notes", "dtype", "kind")}
+        made[name] = {key: value for key, value in row.items() if key not in left}
     return made
 
 
