@@ -177,6 +177,15 @@ def test_scripted_parts_stay_and_are_named() -> None:
     torch.testing.assert_close(model[1].weight, before)
 
 
+@torch.no_grad()
+def test_a_layer_inside_a_wrapped_part_is_measured() -> None:
+    part, x, layer = calibrated("linear")
+    before = layer.weight.clone()
+    layer.weight[1].mul_(100)
+    assert len(gonio.match_statistics_(nn.Sequential(nn.DataParallel(part)).eval(), [x])) == 1
+    torch.testing.assert_close(layer.weight, before)
+
+
 def test_no_batch_is_refused() -> None:
     with pytest.raises(gonio.GonioError, match="match_statistics_ measures on batches; found no batch"):
         gonio.match_statistics_(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [])

@@ -342,6 +342,19 @@ def sites(model: nn.Module) -> list[Site]:
     return [Site(names[0], module, tuple(owners[module]), tuple(names[1:])) for module, names in paths.items()]
 
 
+def modules_at(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of :func:`sites` by their paths: at the path of a wrapper, what is inside.
+
+    Example:
+        >>> from gonio.editing.where import modules_at
+        >>> modules_at(nn.DataParallel(nn.Sequential(nn.ReLU())))
+        {'': Sequential(
+          (0): ReLU()
+        ), '0': ReLU()}
+    """
+    return {site.path: site.module for site in sites(model)}
+
+
 def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:
     """The sites that `where` selects and on which the verb can act.
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites, why_not
+from gonio.editing.where import Site, Where, left_out, modules_at, refuse_shards, select, sites, why_not
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import say
@@ -165,7 +165,7 @@ def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
         moments.add(own.forward(given), ones.forward(given))
 
     with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
-        hooks.enter_context(plain.get_submodule(path).register_forward_hook(add, with_kwargs=True))
+        hooks.enter_context(modules_at(plain)[path].register_forward_hook(add, with_kwargs=True))
         for batch in batches:
             with fitting(model, batch, say("a batch of {verb}", verb="match_statistics_")):
                 call(plain, batch)
