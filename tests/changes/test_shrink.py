@@ -10,9 +10,10 @@ from torch import nn
 
 from catalog import seeded
 from foreign import torchvision
+from gonio import parametrizations
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import difference
-from gonio.surgery import shrink_change_, shrink_intruders_
+from gonio.surgery import parametrize_, shrink_change_, shrink_intruders_
 
 
 def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -164,3 +165,13 @@ def test_what_a_change_cannot_be_scaled_by() -> None:
         shrink_change_(tuned, base)
     for name, value in tuned.state_dict().items():  # a refused verb has changed nothing
         assert torch.equal(value.nan_to_num(7), before[name].nan_to_num(7))
+
+
+def test_a_weight_that_is_computed_is_left_out() -> None:
+    base, tuned = pair()
+    parametrize_(tuned, parametrizations.WeightNorm(), where="0")
+    before = tuned[0].weight.detach().clone()
+    edited = shrink_intruders_(tuned, base, factor=0.0)
+    assert [change.path for change in edited.changes] == ["1"]
+    assert "0 stays: its weight is computed by a parametrization" in edited.notes
+    assert torch.equal(tuned[0].weight, before)

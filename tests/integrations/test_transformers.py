@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import foreign
 import gonio
 from gonio import regularizers as R
-from gonio.errors import AlreadyAppliedError, NotApplicableError
+from gonio.errors import AlreadyAppliedError, NotApplicableError, UndoError
 from gonio.integrations.transformers import add_penalty_, report_callback, tracker_callback
 
 STRENGTH = 0.3
@@ -242,6 +242,22 @@ def test_twice_is_refused_and_undo_takes_it_out() -> None:
         add_penalty_(trainer, lambda: torch.tensor(8.0))
     added.undo_()
     assert trainer.compute_loss(nn.Linear(2, 2), {}) == 1.0
+
+
+def test_methods_of_the_object_itself_come_back() -> None:
+    """Other libraries replace methods of one trainer, before and after."""
+    trainer, model = Small(), nn.Linear(2, 2)
+    trainer.compute_loss = own = lambda *given, **named: torch.tensor(3.0)
+    added = add_penalty_(trainer, lambda: torch.tensor(8.0))
+    assert trainer.compute_loss(model, {}) == 11.0
+    theirs = trainer.compute_loss
+    trainer.compute_loss = lambda *given, **named: 2 * theirs(*given, **named)
+    with pytest.raises(UndoError, match="compute_loss was replaced since"):
+        added.undo_()
+    assert trainer.compute_loss(model, {}) == 22.0
+    trainer.compute_loss = theirs
+    added.undo_()
+    assert trainer.compute_loss is own
 
 
 def test_what_has_no_loss_is_refused() -> None:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import gonio
 from catalog import seeded
 from gonio import parametrizations as P
+from gonio.errors import NotApplicableError
 from parametrizations.layers import MEMBERS, make
 
 FULL = (torch.float32, torch.float64)
@@ -79,3 +81,15 @@ def test_the_scale_of_what_is_trained_is_forgotten(member: str, dtype: torch.dty
     expected = map_(raw)
     for exponent in (-10, -5, 5, 10) if dtype is torch.float16 else (-30, -12, 12, 30):
         torch.testing.assert_close(map_(raw * 2.0**exponent), expected)
+
+
+@pytest.mark.parametrize("kind", [P.SpectralNorm, P.Orthogonal])
+def test_a_weight_that_cannot_be_decomposed_is_refused_in_words(kind: type[P.Parametrization]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.nan
+    parameters = dict(model.named_parameters())
+    with pytest.raises(NotApplicableError, match=r"'Linear\.weight'; it has values that are not finite"):
+        gonio.parametrize_(model, kind())
+    assert all(value is parameters[name] for name, value in model.named_parameters())
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]

@@ -213,3 +213,10 @@ def test_a_plan_tries_small_layers_and_draws_no_numbers() -> None:
     random = torch.get_rng_state()
     assert len(recipe(init=[{"where": None, "use": "orthogonal_"}]).plan(model)) == 2
     assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_scripted_model_has_nothing_that_a_rule_can_act_on() -> None:
+    model = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.zeros(1, 4))
+    for rules in ({"parametrize": [{"use": "WeightNorm"}]}, {"swap": [{"use": "DecoupledLinear"}]}):
+        with pytest.raises(UnmatchedRuleError, match="It can act on no module of this model"):
+            recipe(**rules).plan(model)

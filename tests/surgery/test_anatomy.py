@@ -585,3 +585,14 @@ def test_what_is_not_known_is_said_in_chinese() -> None:
         assert head == "0 个注意力块、0 个 MLP"
         assert unknown == "  整个模型         未知：其 softmax 只有一个 key：请给出含更多 token 的示例"
         assert "2 个头，各 4 行" in str(gonio.surgery.anatomy(model, example=(torch.ones(1, 3, 8),) * 3))
+
+
+@pytest.mark.parametrize("make", ["expanded", "lazy"])
+def test_weights_without_rows_of_their_own_are_no_obstacle(make: str) -> None:
+    """A row that is stored once for all, or none yet."""
+    layer: nn.Module = nn.LazyLinear(8)
+    if make == "expanded":
+        layer = nn.Linear(8, 8)
+        layer.weight = nn.Parameter(seeded(1, 8).expand(8, 8))
+    model = nn.Sequential(layer, nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    assert [block.path for block in anatomy(model, example=seeded(2, 5, 8)).attention] == ["1.self_attn"]

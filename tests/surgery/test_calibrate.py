@@ -232,3 +232,24 @@ def test_what_would_wait_for_ever_is_refused_in_every_process(ranks: list[dict[s
         message = f"needs as many batches in each; found {more} processes with one more batch than the other 1"
         assert message in rank["joined, numbers differ"]
         assert "averages over batches; found no batch" in rank["no batch at all"]
+
+
+class NormAndDropout(nn.BatchNorm1d):
+    """A norm with a dropout of its own, as timm's may have."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(super().forward(x))
+
+
+def test_a_dropout_inside_a_norm_is_off() -> None:
+    torch.manual_seed(0)
+    first, last = NormAndDropout(), nn.BatchNorm1d(4)
+    x = 3 * torch.randn(64, 4) + 1
+    calibrate_(nn.Sequential(first, last), [x])
+    y = (x.double() - x.double().mean(0)) / (x.double().var(0, correction=0) + first.eps).sqrt()
+    torch.testing.assert_close(last.running_var.double(), y.var(0), atol=1e-6, rtol=1e-6)
+    assert first.drop.training

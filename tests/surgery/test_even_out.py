@@ -111,3 +111,15 @@ def test_rows_of_an_embedding() -> None:
     assert table.weight[3, 2] == 0
     assert float(table.weight[7].norm() / before[7].norm()) < 3
     assert torch.equal(table.weight[8:], before[8:])
+
+
+@torch.no_grad()
+def test_scripted_parts_stay_and_are_named() -> None:
+    part = torch.jit.trace(nn.Linear(16, 16), torch.zeros(1, 16))
+    model = nn.Sequential(part, *network())
+    before = model[1].weight.clone()
+    model[1].weight[3] *= 1000
+    edited = gonio.even_out_(model)
+    assert [change.path for change in edited.changes] == ["1"]
+    assert edited.notes == ("0 stays: it is scripted, and runs compiled code; edit the model before torch.jit",)
+    assert float(model[1].weight[3].norm()) < 2 * float(before[3].norm())

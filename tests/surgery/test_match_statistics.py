@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gonio
+from gonio.errors import NotApplicableError
 
 
 def inputs(*shape: int) -> Tensor:
@@ -122,6 +123,67 @@ def test_a_norm_must_get_the_output_itself() -> None:
     tokens = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(5))  # it normalises positions
     with pytest.raises(gonio.GonioError, match="no batch norm with running statistics gets its output"):
         gonio.match_statistics_(tokens, [inputs(16, 5, 8)])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_output_that_was_changed_in_place_is_not_the_layers_own(inference: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(inplace=True), nn.BatchNorm1d(6)).eval()
+    x = inputs(256, 8)
+    with torch.no_grad():
+        model[0].bias.fill_(-1.5)  # behind the ReLU the variances are far below those of the outputs
+    gonio.calibrate_(model, [x])
+    before = copy.deepcopy(model.state_dict())
+    none = "layer '0': no batch norm with running statistics gets its output"
+    with torch.inference_mode(inference), pytest.raises(NotApplicableError, match=none):
+        gonio.match_statistics_(model, [x])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_output_that_a_hook_has_changed_is_not_the_layers_own() -> None:
+    model, x, layer = calibrated("linear")
+    layer.register_forward_hook(lambda module, given, output: 5 * output)
+    gonio.calibrate_(model, [x])
+    with pytest.raises(NotApplicableError, match="layer '0': no batch norm with running statistics gets its output"):
+        gonio.match_statistics_(model, [x])
+
+
+@torch.no_grad()
+def test_a_weight_of_two_layers_stays() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    model, x = model.append(nn.BatchNorm1d(8)).eval(), inputs(256, 8)
+    gonio.calibrate_(model, [x])
+    shared, own = model[0].weight.clone(), model[4].weight.clone()
+    model[3].running_var *= 100  # what the second layer is to have, and the first is not
+    model[4].weight[1] *= 100
+    edited = gonio.match_statistics_(model, [x])
+    assert [change.path for change in edited.changes] == ["4"]
+    assert edited.notes == ("0, 2 stay: another layer has the same weight or bias",)
+    assert torch.equal(model[0].weight, shared)
+    assert not torch.equal(model[4].weight, own)
+    with pytest.raises(NotApplicableError, match="layer '0': another layer has the same weight or bias"):
+        gonio.match_statistics_(model, [x], where="[02]")
+
+
+@torch.no_grad()
+def test_scripted_parts_stay_and_are_named() -> None:
+    part = torch.jit.trace(nn.Linear(8, 8), inputs(2, 8))
+    model, x = nn.Sequential(part, nn.Linear(8, 6), nn.BatchNorm1d(6)).eval(), inputs(256, 8)
+    gonio.calibrate_(model, [x])
+    before = model[1].weight.clone()
+    model[1].weight[2] *= 100
+    edited = gonio.match_statistics_(model, [x])
+    assert edited.notes == ("0 stays: it is scripted, and runs compiled code; edit the model before torch.jit",)
+    torch.testing.assert_close(model[1].weight, before)
+
+
+@torch.no_grad()
+def test_a_layer_inside_a_wrapped_part_is_measured() -> None:
+    part, x, layer = calibrated("linear")
+    before = layer.weight.clone()
+    layer.weight[1].mul_(100)
+    assert len(gonio.match_statistics_(nn.Sequential(nn.DataParallel(part)).eval(), [x])) == 1
+    torch.testing.assert_close(layer.weight, before)
 
 
 def test_no_batch_is_refused() -> None:

@@ -81,6 +81,14 @@ def test_what_an_edit_does_not_reach_is_said() -> None:
     assert "first: its forward hooks stayed with the replaced layer" in text
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_that_stay_with_the_replaced_layer_are_named(register: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1))
+    getattr(model[1], register)(lambda *_: None)
+    notes = gonio.swap_(model, CONVERT).notes
+    assert [note for note in notes if "hooks" in note] == ["1: its backward hooks stayed with the replaced layer"]
+
+
 def test_modes_inside_a_wrapped_layer_stay() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
     model[0][1].eval()

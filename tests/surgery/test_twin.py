@@ -391,3 +391,55 @@ def test_a_model_on_the_meta_device_is_refused_in_words(act: Callable[[nn.Module
         model = network()
     with pytest.raises(gonio.errors.GonioError, match="on the meta device"):
         act(model)
+
+
+def with_a_lazy_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5))
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda model: gonio.lsuv_(model, X),
+        lambda model: gonio.measure(model, batch=X),
+        lambda model: gonio.doctor(model, batch=X),
+        lambda model: gonio.equivalent(model, model, example=X),
+    ],
+    ids=["lsuv_", "measure", "doctor", "equivalent"],
+)
+def test_a_model_with_buffers_without_a_shape_is_run_on_copies(verb: Callable[[nn.Module], object]) -> None:
+    model = with_a_lazy_norm()
+    verb(model)
+    assert isinstance(model[1], nn.LazyBatchNorm2d)
+    assert isinstance(model[4], nn.LazyLinear)
+    buffers = (model[1].running_mean, model[1].running_var)
+    assert all(isinstance(buffer, nn.parameter.UninitializedBuffer) for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        lambda model: gonio.calibrate_(model, [X]),
+        lambda model: gonio.match_statistics_(model, [X]),
+        lambda model: gonio.lsuv_(model, X),
+    ],
+    ids=["calibrate_", "match_statistics_", "lsuv_"],
+)
+@pytest.mark.parametrize("itself", [False, True])
+def test_what_a_model_draws_leaves_the_generator_as_it_was(
+    verb: Callable[[nn.Module], object], itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    model[3] = Drawing()
+    if itself:
+        monkeypatch.setattr("gonio.editing.twin._named_globally", lambda model: True)
+    state = torch.random.get_rng_state()
+    verb(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Drawing(nn.Module):
+    """Draws in evaluation too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.3, training=True)

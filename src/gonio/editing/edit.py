@@ -194,12 +194,14 @@ class Edit:
     def replace_(self, site: Site, module: nn.Module, *, what: str) -> None:
         """Put another module in the place of a site, under every name it has.
 
-        Hooks stay with the replaced module; a note names the layer if there were any.
+        Forward and backward hooks stay with the replaced module; a note names the layer if there were any.
         """
         refuse_shards(self.model, self.verb)
         old = site.module
-        if old._forward_hooks or old._forward_pre_hooks:
-            self.note(f"{site.path}: its forward hooks stayed with the replaced layer")
+        calls = (old._forward_hooks, old._forward_pre_hooks), (old._backward_hooks, old._backward_pre_hooks)
+        for direction, hooks in zip(("forward", "backward"), calls, strict=True):
+            if any(hooks):
+                self.note(f"{site.path}: its {direction} hooks stayed with the replaced layer")
         self._replaced.append(site)
         for parent, name in site.owners:
             self._slots.append((parent, name))

@@ -14,14 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from gonio.editing.edit import run_reversed
 from gonio.editing.where import holds_original, is_sharded, run_eagerly, unwrapped
+from gonio.seeding import state_kept
 
 _NESTED = 4  # levels of lists and dicts in an attribute in which modules are found
 
@@ -48,7 +49,7 @@ def twin_of(model: nn.Module) -> nn.Module:
         if id(module) in twins:
             continue
         if isinstance(module, torch.jit.ScriptModule) or _is_lazy(module):
-            whole = copy.deepcopy(module)
+            whole = copy.deepcopy(module, _lazy_buffers(module))
             twins.update({id(a): b for a, b in zip(module.modules(), whole.modules(), strict=True)})
             twins[id(module)] = whole  # `modules()` of a scripted module wraps its children anew at each call
             continue
@@ -63,6 +64,12 @@ def twin_of(model: nn.Module) -> nn.Module:
         for twin in (twins[id(module)] for module in parts):
             twin._modules.update({n: plain[id(c)] for n, c in twin._modules.items() if id(c) in plain})
     return compiled.get(id(model), twins[id(model)])
+
+
+def _lazy_buffers(model: nn.Module) -> dict[int, Any]:
+    """By their `id`, new buffers in the place of those without a shape, which torch refuses to copy."""
+    lazy, new = [buffer for buffer in model.buffers() if is_lazy(buffer)], cast(Any, UninitializedBuffer)
+    return {id(each): new(device=each.data.device, dtype=each.data.dtype) for each in lazy}
 
 
 def _is_lazy(module: nn.Module) -> bool:
@@ -97,7 +104,7 @@ def _mapped(value: Any, twins: Mapping[int, Any], depth: int = 0) -> Any:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy, also of a model with computed tensors as attributes, which torch refuses to copy.
+    """A deep copy, also of a model with computed tensors as attributes or lazy buffers, which torch refuses to copy.
 
     Hooks of pruning and of old weight and spectral norms leave such a tensor, and a forward may store one. The copy has
     its values without the graph.
@@ -110,7 +117,8 @@ def copy_of(model: nn.Module) -> nn.Module:
         True
     """
     tensors = (tensor for module in model.modules() for tensor in _tensors(vars(module)))
-    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
+    computed = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
+    return copy.deepcopy(model, computed | _lazy_buffers(model))
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -159,18 +167,27 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """Gives a twin of the model inside its wrappers, in evaluation mode.
 
     A sharded model runs itself, because the hooks that gather its shards refer to its own modules, and so does one
-    with a function that refers to its modules by a global name; every module gets its own mode and buffers back.
+    with a function that refers to its modules by a global name; every module gets its own mode and buffers back. What
+    the forward draws leaves torch's global generators, of the CPU and of the model's GPUs, as they were.
     """
     inner = unwrapped(model)
-    if not is_sharded(inner) and not _named_globally(inner):
-        yield in_mode(twin_of(inner), training=False)
-        return
+    devices = sorted({p.device.index for p in inner.parameters() if p.device.type == "cuda"})
+    with state_kept(devices):
+        if not is_sharded(inner) and not _named_globally(inner):
+            yield in_mode(twin_of(inner), training=False)
+        else:
+            with _evaluating_itself(inner):
+                yield inner
+
+
+@contextmanager
+def _evaluating_itself(inner: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in inner.modules()]
     buffers = [(module, dict(module._buffers)) for module in inner.modules()]
     values = [(buffer, buffer.clone()) for buffer in inner.buffers()]
     try:
         with run_eagerly(in_mode(inner, training=False)):
-            yield inner
+            yield
     finally:  # also if Ctrl-C comes here
         own = [partial(module._buffers.update, before) for module, before in buffers]
         own += [partial(_set_back_, buffer, value) for buffer, value in values]

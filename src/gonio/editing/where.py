@@ -342,6 +342,19 @@ def sites(model: nn.Module) -> list[Site]:
     return [Site(names[0], module, tuple(owners[module]), tuple(names[1:])) for module, names in paths.items()]
 
 
+def modules_at(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of :func:`sites` by their paths: at the path of a wrapper, what is inside.
+
+    Example:
+        >>> from gonio.editing.where import modules_at
+        >>> modules_at(nn.DataParallel(nn.Sequential(nn.ReLU())))
+        {'': Sequential(
+          (0): ReLU()
+        ), '0': ReLU()}
+    """
+    return {site.path: site.module for site in sites(model)}
+
+
 def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.Module], str | None]) -> list[Site]:
     """The sites that `where` selects and on which the verb can act.
 
@@ -360,10 +373,10 @@ def select(model: nn.Module, where: Where, *, verb: str, can_act: Callable[[nn.M
     selector = as_selector(where)
     everything = sites(model)
     matched = [site for site in everything if site.matches(selector)]
-    taken = [site for site in matched if _why_not(site, can_act) is None]
+    taken = [site for site in matched if why_not(site, can_act) is None]
     if not taken:
-        able = [site.path for site in everything if _why_not(site, can_act) is None]
-        refused = {site.path: _why_not(site, can_act) or "" for site in matched}
+        able = [site.path for site in everything if why_not(site, can_act) is None]
+        refused = {site.path: why_not(site, can_act) or "" for site in matched}
         text = asked_of(selector)
         if text is not None and not matched and any(OfTypeName(text)(site.path, site.module) for site in everything):
             text = f"{text!r}, a glob over paths (for the class write 'type:{text}')"
@@ -382,11 +395,17 @@ def left_out(
     """
     selector = as_selector(where)
     matched = [site for site in sites(model) if site.matches(selector) and _has_matrix(site.module, tensor)]
-    return {site.path: why for site in matched if (why := _why_not(site, can_act)) is not None}
+    return {site.path: why for site in matched if (why := why_not(site, can_act)) is not None}
 
 
-def _why_not(site: Site, can_act: Callable[[nn.Module], str | None]) -> str | None:
-    """Why a verb cannot act on a module, whatever it does: TorchScript's have neither Python parts nor hooks."""
+def why_not(site: Site, can_act: Callable[[nn.Module], str | None]) -> str | None:
+    """Why a verb cannot act on a module; None if it can. TorchScript's have neither Python parts nor hooks.
+
+    Example:
+        >>> from gonio.editing.where import sites, why_not
+        >>> why_not(sites(torch.jit.trace(nn.ReLU(), torch.zeros(1)))[0], lambda module: None)
+        'it is scripted, and runs compiled code; edit the model before torch.jit'
+    """
     if isinstance(site.module, torch.jit.ScriptModule):
         return say("it is scripted, and runs compiled code; edit the model before torch.jit")
     return can_act(site.module)

@@ -28,22 +28,27 @@ class _Methods:
     """Methods of a trainer itself, which take precedence over those of its class, until they are removed."""
 
     owner: Any
-    names: tuple[str, ...]
+    added: Mapping[str, Any]
+    before: Mapping[str, Any]  # those that the object had itself
     also: Callable[[], object]
     ended: bool = False
 
     def run_(self) -> None:
-        """Restore the methods of the object's class."""
+        """Restore the methods that the object had itself, and those of its class."""
         if self.ended:
             raise UndoError("add_penalty_", "it was undone before")
-        for name in self.names:
-            vars(self.owner).pop(name, None)
+        own = vars(self.owner)
+        if replaced := [name for name, method in self.added.items() if own.get(name) is not method]:
+            raise UndoError("add_penalty_", f"{replaced[0]} was replaced since")
+        for name in self.added:
+            del own[name]
+        own.update(self.before)
         self.also()
         self.ended = True
 
 
 def with_methods_(owner: Any, *, also: Callable[[], object] = lambda: None, **methods: Any) -> Edited:
-    """Give an object its own methods for a penalty; the undo removes them, and calls `also`.
+    """Give an object its own methods for a penalty; the undo restores those that it had, and calls `also`.
 
     Example:
         >>> layer = nn.Identity()
@@ -53,11 +58,12 @@ def with_methods_(owner: Any, *, also: Callable[[], object] = lambda: None, **me
     """
     if any(hasattr(getattr(owner, name, None), _MARK) for name in methods):
         raise AlreadyAppliedError("add_penalty_", type(owner).__name__, "a penalty")
+    before = {name: vars(owner)[name] for name in methods if name in vars(owner)}
     for name, new in methods.items():
         setattr(new, _MARK, True)
         setattr(owner, name, new)
     changes = tuple(Change(type(owner).__name__, f"{name} with the penalty") for name in methods)
-    return Edited("add_penalty_", changes, (), _Methods(owner, tuple(methods), also))
+    return Edited("add_penalty_", changes, (), _Methods(owner, methods, before, also))
 
 
 def add_penalty_(module: nn.Module, penalty: Callable[[], Tensor]) -> Edited:

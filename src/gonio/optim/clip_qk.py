@@ -213,6 +213,8 @@ def _why_not(block: Attention, parameters: Mapping[str, nn.Parameter], trained: 
         return why
     parts = [part for head in (*block.query, *(block.key if _scales_keys(block) else ())) for part in head]
     for name in dict.fromkeys(name for part in parts for name in (part.tensor, part.bias) if name):
+        if name not in parameters:
+            return f"{name} is not found by its name, as inside a wrapper"
         if id(parameters[name]) not in trained:
             return f"{name} is not in the optimizer"
         if step_of_hold(parameters[name]) is not None:

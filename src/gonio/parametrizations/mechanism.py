@@ -86,8 +86,11 @@ def attach(module: nn.Module, name: str, parametrization: Parametrization) -> Pa
     if template:  # last: it may move the weight, which a refused call leaves as it was
         try:
             _bind_(parametrization, raw, layout)
-        except BaseException:
+        except BaseException as error:
             module.__class__ = kind
+            if isinstance(error, torch.linalg.LinAlgError) and not bool(torch.isfinite(raw).all()):
+                why = "it has values that are not finite", "Restore it, or exclude the layer."
+                raise NotApplicableError("attach()", f"{base.__name__}.{name}", *why) from error
             raise
     module._modules[child_name(name)] = parametrization.train(module.training)
     return parametrization

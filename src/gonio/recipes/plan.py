@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from gonio.editing.where import left_out, require_model
+from gonio.editing.where import left_out, require_model, why_not
 from gonio.errors import (
     GonioError,
     InvalidArgumentError,
@@ -322,14 +322,14 @@ def _select(
     """The modules of a rule, or why there are none."""
     selector, everything = _selector(rule, ends), sites(model)
     selected = [site for site in everything if site.matches(selector)]
-    possible = [site for site in selected if can_act(site.module) is None]
+    possible = [site for site in selected if why_not(site, can_act) is None]
     mine = [site for site in possible if site.path not in taken]
     if mine:
         return mine, ""
     if possible:
         rules = listing([f"rule {number}" for number in sorted({taken[site.path] for site in possible})])
         return [], f"applies to no module: {listing([s.path or 'the model' for s in possible])} went to {rules}"
-    could = [_named(site) for site in everything if can_act(site.module) is None]
+    could = [_named(site) for site in everything if why_not(site, can_act) is None]
     hint = f"It can act on: {listing(could)}" if could else "It can act on no module of this model"
     if selected:
         return [], f"applies to no module: it cannot act on {listing([_named(s) for s in selected])}. {hint}"

@@ -114,6 +114,8 @@ def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]
         modules = {site.path: site.module for site in sites(plain)}
         for moments in layers:
             module = modules[moments.site.path].train()
+            for part in module.children():  # such as a dropout
+                part.eval()
             stack.enter_context(own_buffers(module))
             stack.enter_context(module.register_forward_pre_hook(moments.add, with_kwargs=True))
         for batch in _in_step(batches, device, joins=any(moments.joins for moments in layers)):

@@ -21,7 +21,7 @@ from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import require_model, sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import Message, say
-from gonio.seeding import generator, state_kept
+from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
 
 # Relative deviations of outputs that are rounding, by dtype: a few operations more than the same ones.
@@ -169,7 +169,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
 
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return "a model on the meta device, which has no values", "Load its weights first."
-    with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
+    with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
         for site in sites(plain):
             if isinstance(site.module, (nn.Linear, *_CHANNELS)):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path), with_kwargs=True))
@@ -238,7 +238,7 @@ def _run(model: nn.Module, example: Any) -> tuple[list[Tensor], dict[str, int]]:
         if isinstance(output, Tensor):
             dims.setdefault(path, set()).add(output.dim())
 
-    with evaluating(model) as plain, torch.no_grad(), state_kept(), ExitStack() as hooks:
+    with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
         for site in sites(plain):
             if not site.module._modules and not isinstance(site.module, torch.jit.ScriptModule):  # that takes no hook
                 hooks.enter_context(site.module.register_forward_hook(partial(record, site.path)))

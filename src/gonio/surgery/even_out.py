@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
+from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites, why_not
 from gonio.errors import listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.geometry.views import why_not_dense
@@ -59,7 +59,7 @@ def even_out_(model: nn.Module, *, where: Where = None) -> Edited:
     """
     refuse_shards(model, "even_out_")
     found = select(model, where, verb="even_out_", can_act=can_act)
-    everything = [site for site in sites(model) if can_act(site.module) is None]
+    everything = [site for site in sites(model) if why_not(site, can_act) is None]
     with Edit(model, "even_out_") as edit, torch.no_grad():
         done: set[int] = set()
         for site in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
+from gonio.editing.where import Site, Where, left_out, modules_at, refuse_shards, select, sites, why_not
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import say
@@ -25,6 +26,7 @@ from gonio.surgery.recycle import can_act
 
 FACTOR = 2.0  # between the stored and the measured standard deviation, above which a filter is changed
 _NONE = say("no batch norm with running statistics gets its output")
+_SHARED = say("another layer has the same weight or bias")
 SHIFT = 1.0  # between the means, in stored standard deviations
 
 
@@ -44,8 +46,9 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
     two solutions the one with s nearer to 1 is taken. A filter stays if its standard deviation is within a factor of 2
     of the stored one, and its mean within one stored standard deviation.
 
-    A norm is behind a layer if it gets the layer's output itself in a run of the first batch. Layers are treated in the
-    order in which they run, each with what the layers before it have become.
+    A norm is behind a layer if it gets the layer's output itself in a run of the first batch, unchanged by a hook or by
+    an operation in place. Layers are treated in the order in which they run, each with what the layers before it have
+    become. One that shares its weight or bias with another layer stays, because the other's outputs would change too.
 
     Args:
         batches: inputs; each a tensor, a tuple of arguments, a dict of keyword arguments or a list `[x, y]`. They are
@@ -76,41 +79,52 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
     refuse_shards(model, "match_statistics_")
     norms = {site.path: site.module for site in sites(model)}
     with fitting(model, kept[0], say("a batch of {verb}", verb="match_statistics_")):
-        behind = {layer: norm for layer, norm in _norms_behind(model, kept[0]).items() if layer in found}
+        norms_of = _norms_behind(model, kept[0])
+    shared = _sharing(model)
+    behind = {layer: norm for layer, norm in norms_of.items() if layer in found and layer not in shared}
+    stay = {path: _SHARED if path in norms_of else _NONE for path in found if path not in behind}
     if not behind:
+        path, why = next(((path, why) for path, why in stay.items() if why is _SHARED), next(iter(stay.items())))
         do = "Choose layers in front of one by `where`."
-        raise NotApplicableError("match_statistics_", next(iter(found)), _NONE, do, action="restore the scale of")
+        raise NotApplicableError("match_statistics_", path, why, do, action="restore the scale of")
     with Edit(model, "match_statistics_") as edit, torch.no_grad():
         for layer, norm in behind.items():
             _match(edit, found[layer], norms[norm], norm, _measured(model, layer, kept))
-        without = [path for path in found if path not in behind]
-        edit.note_stays(dict.fromkeys(without, _NONE))
+        edit.note_stays(stay)
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
 
 
+def _sharing(model: nn.Module) -> set[str]:
+    """The layers with a Parameter that another layer has, too."""
+    held = {site.path: {id(p) for p in site.module.parameters(recurse=False)} for site in sites(model)}
+    count = Counter(key for keys in held.values() for key in keys)
+    return {path for path, keys in held.items() if any(count[key] > 1 for key in keys)}
+
+
 def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
     """For each layer whose output a batch norm gets, in the order of execution: the norm. Each runs once."""
-    made: dict[int, tuple[str, Tensor]] = {}
+    made: dict[int, tuple[str, Tensor, int]] = {}
     calls: list[str] = []
     pairs: dict[str, str] = {}
 
     def keep(path: str, module: nn.Module, _inputs: Any, output: Tensor) -> None:
         calls.append(path)
         if output.dim() == (2 if isinstance(module, nn.Linear) else module.weight.dim()):  # type: ignore[operator]
-            made[id(output)] = path, output  # held, so that no other tensor gets its id
+            made[id(output)] = path, output, output._version  # held, so that no other tensor gets its id
 
     def read(path: str, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         calls.append(path)
         given = first_input(arguments, keywords)
-        layer, output = made.get(id(given), ("", None))
-        if output is given:
+        layer, output, version = made.get(id(given), ("", None, 0))
+        if output is given and version == output._version:
             pairs[layer] = path
 
-    with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
+    # Outside of inference mode, whose tensors keep no versions; before the layer's own hooks, which may change outputs.
+    with torch.inference_mode(False), evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
         for site in sites(plain):
-            if can_act(site.module) is None:
-                hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path)))
+            if why_not(site, can_act) is None:
+                hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path), prepend=True))
             elif isinstance(site.module, _BatchNorm) and site.module.running_var is not None:
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path), with_kwargs=True))
         call(plain, batch)
@@ -151,7 +165,7 @@ def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
         moments.add(own.forward(given), ones.forward(given))
 
     with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
-        hooks.enter_context(plain.get_submodule(path).register_forward_hook(add, with_kwargs=True))
+        hooks.enter_context(modules_at(plain)[path].register_forward_hook(add, with_kwargs=True))
         for batch in batches:
             with fitting(model, batch, say("a batch of {verb}", verb="match_statistics_")):
                 call(plain, batch)

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.messages import say
-from gonio.seeding import generator, state_kept
+from gonio.seeding import generator
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call, fitting
 from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tensors_of
@@ -167,8 +168,8 @@ class Recorder(Products):
         super().__init__()
         self.run = Recording(parameters=dict(model.named_parameters(remove_duplicate=False)))
         self._names = {id(p): name for name, p in model.named_parameters()}
-        strided = [(n, p) for n, p in model.named_parameters() if p.layout is torch.strided and p.numel()]
-        self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in strided}
+        dense = [(n, p) for n, p in model.named_parameters() if not is_lazy(p) and p.layout is torch.strided]
+        self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in dense if p.numel()}
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
         self._paused = False
 
@@ -222,7 +223,7 @@ class Recorder(Products):
         if tensor.ndim < 2 or not tensor.numel():
             return None
         name, own = self._stored.get(tensor.untyped_storage().data_ptr(), ("", tensor))
-        if not name or own.ndim < 2:
+        if not name or own.ndim < 2 or 0 in own.stride():
             return None
         offset = tensor.storage_offset() - own.storage_offset()
         if tensor.shape[1:] == own.shape[1:] and tensor.stride() == own.stride():
@@ -393,7 +394,6 @@ class Recorder(Products):
 def record(model: nn.Module, example: Any) -> Recording:
     """Run a model in evaluation mode on its twin, and record it."""
     with fitting(model, example, "example="), evaluating(model) as plain, torch.enable_grad(), ExitStack() as ends:
-        ends.enter_context(state_kept())
         ends.enter_context(sdpa_kernel(SDPBackend.MATH))  # the one with second derivatives
         recorder = Recorder(plain)
         for site in sites(plain):

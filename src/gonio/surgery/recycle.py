@@ -21,7 +21,7 @@ from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import ROUNDING
 from gonio.geometry.views import why_not_dense
 from gonio.messages import Message, fixed, joined, say
-from gonio.seeding import generator, state_kept
+from gonio.seeding import generator
 from gonio.surgery.channels import OutputChannels, Reading, output_channels
 from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, call, first_input
 from gonio.surgery.facts import WEIGHTED, computes_plainly
@@ -445,7 +445,7 @@ def _measure_(edit: Edit, made: list[_Recycled], same: SameFunction) -> None:
         x = first_input(arguments, keywords).detach().double().transpose(0, 1).flatten(1)
         seen[path] = x.mean(1), x.var(1, correction=int(x.shape[1] > 1))
 
-    with evaluating(edit.model) as plain, state_kept(), ExitStack() as hooks:
+    with evaluating(edit.model) as plain, ExitStack() as hooks:
         modules = {site.path: site.module for site in sites(plain)}
         for path in {paths[id(norm)] for recycled in made for norm in recycled.norms}:
             hooks.enter_context(modules[path].register_forward_pre_hook(partial(record, path), with_kwargs=True))

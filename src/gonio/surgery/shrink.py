@@ -210,6 +210,8 @@ def can_act(module: nn.Module) -> str | None:
         return why
     if weight is None or weight.dim() < 2:
         return say("it has no weight matrix of its own")
+    if weight is not module.weight:
+        return say("its weight is computed by a parametrization")
     if weight.is_meta:
         return say("its weight is on the meta device")
     try:

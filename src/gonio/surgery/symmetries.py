@@ -19,7 +19,7 @@ from gonio.editing.where import unwrapped
 from gonio.errors import listing
 from gonio.geometry.views import why_not_dense
 from gonio.messages import say
-from gonio.seeding import generator, state_kept
+from gonio.seeding import generator
 from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation, tensors_in
@@ -352,7 +352,7 @@ class TwinTrial(ABC, Generic[Change]):
 
     def _run(self, values: Mapping[str, Tensor], *, training: bool) -> list[Tensor]:
         devices = sorted({p.device.index for p in self.parameters.values() if p.device.type == "cuda"})
-        with evaluating(self.model) as plain, torch.no_grad(), state_kept(devices):
+        with evaluating(self.model) as plain, torch.no_grad():
             torch.default_generator.manual_seed(0)
             for index in devices:
                 torch.cuda.default_generators[index].manual_seed(0)

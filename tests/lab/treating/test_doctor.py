@@ -121,6 +121,33 @@ def test_statistics_are_measured_anew_with_a_proof(buffer: str, value: float, co
     assert same(damaged, before)
 
 
+WRAPPERS = {
+    "parallel": nn.DataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "averaged": torch.optim.swa_utils.AveragedModel,
+    "a compiled part": lambda model: nn.Sequential(torch.compile(model, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_layers_inside_wrappers_are_treated_as_those_of_the_plain_model(wrapper: str) -> None:
+    plain = network()
+    with torch.no_grad():
+        plain[0].weight[3] *= 100
+        plain[1].running_var[4] = torch.nan
+        plain[3].weight.zero_()
+    model = WRAPPERS[wrapper](copy.deepcopy(plain)).eval()
+    treated = gonio.doctor(model, task=task())
+    expected = gonio.doctor(nn.Sequential(plain).eval() if "part" in wrapper else plain, task=task())
+    found, wanted = ([(s.verb, s.proved, s.options.get("where")) for s in each.kept] for each in (treated, expected))
+    assert found == wanted
+    assert {step.verb for step in treated.kept} >= {"calibrate_", "retrain_"}
+    values = list(zip(treated.model.parameters(), expected.model.parameters(), strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in values)
+    treated.undo_()
+    assert same(treated.model, model)
+
+
 def test_without_data_nothing_is_applied_unless_it_is_asked_for() -> None:
     damaged, x = network(), task().train.inputs
     damaged[1].running_var[0] = -1

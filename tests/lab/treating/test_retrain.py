@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import gonio
+from gonio.errors import NoMatchError
 from gonio.lab import Split
 from lab.treating.test_doctor import network, same, task
 
@@ -88,3 +90,26 @@ def test_wrong_options_are_refused() -> None:
         gonio.lab.retrain_(network(), task(), where="0", epochs=0, lr=0.1)
     with pytest.raises(gonio.GonioError, match="retrain_: where=2 matches no suitable module"):
         gonio.lab.retrain_(network(), task(), where="2")
+
+
+@pytest.mark.parametrize(
+    "wrap", [nn.DataParallel, lambda layer: torch.compile(layer, backend="eager")], ids=["parallel", "compiled"]
+)
+def test_a_layer_in_a_wrapper_of_its_own_is_trained(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = network()
+    with torch.no_grad():
+        model[3].weight.zero_()
+    model = nn.Sequential(*model[:3], wrap(model[3])).eval()
+    before = copy.deepcopy(model)
+    edited = gonio.lab.retrain_(model, task(), where="3", epochs=3)
+    assert [change.path for change in edited.changes] == ["3"]
+    assert loss(model) < 0.5 * loss(before)
+    assert all(same(mine, theirs) for mine, theirs in zip(model[:3], before[:3], strict=True))
+    edited.undo_()
+    assert same(model, before)
+
+
+def test_a_lazy_layer_is_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(NoMatchError, match=r"0 \(it is lazy; run one batch first\)"):
+        gonio.lab.retrain_(model, task(), where="0")

@@ -13,6 +13,7 @@ from torch import nn
 
 from gonio.editing.edit import Edited
 from gonio.editing.twin import copy_of
+from gonio.editing.where import modules_at
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.lab.judging.results import Results
 from gonio.lab.tasks import resolve
@@ -292,8 +293,9 @@ def _why_not(remedy: Remedy, finding: Finding, model: nn.Module | None) -> str:
     """Why a remedy is not for this finding; empty if it is."""
     if remedy.of == "buffers":
         return "" if finding.path in statistics_of(model) else remedy.cannot
-    buffers = set() if model is None else {name for name, _ in model.named_buffers()}
-    return remedy.cannot if finding.path in buffers else ""
+    path, _, name = finding.path.rpartition(".")
+    owner = None if model is None else modules_at(model).get(path)
+    return remedy.cannot if owner is not None and name in dict(owner.named_buffers(recurse=False)) else ""
 
 
 def _untreated(found: Measurements, model: nn.Module | None) -> tuple[tuple[Finding, str], ...]:
@@ -332,7 +334,7 @@ def _scopes(remedy: Remedy, treats: list[Finding], found: Measurements, model: n
         return [[]]
     if remedy.verb == "calibrate_":
         return calibrated_layers(treats, found, model)
-    able, parts = _CAN_ACT.get(remedy.verb), dict(model.named_modules(remove_duplicate=False))
+    able, parts = _CAN_ACT.get(remedy.verb), modules_at(model)
     paths = suspects(treats, found, model)
     if able is not None:  # no verb can act on a scripted layer
         paths = [p for p in paths if not isinstance(parts[p], torch.jit.ScriptModule) and able(parts[p]) is None]

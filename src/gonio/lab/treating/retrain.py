@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import copy_of
-from gonio.editing.where import Site, Where, left_out, refuse_shards, select
+from gonio.editing.where import Site, Where, left_out, modules_at, refuse_shards, select
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.execution import device_of
 from gonio.geometry import layout_of, matrix_view, unview
@@ -92,10 +93,11 @@ def retrain_(
         raise refuse("its training does not improve the score on the training data", "Leave it as it is.")
     if epochs > training.epochs:
         loss = _trained(twin, paths, task, replace(training, epochs=epochs - training.epochs), seed + 1)
+    trained = modules_at(twin)
     with Edit(model, "retrain_") as edit, torch.no_grad():
         for site in chosen:
             for own, parameter in site.module.named_parameters(recurse=False):
-                edit.set_data_(parameter, twin.get_submodule(site.path).get_parameter(own))
+                edit.set_data_(parameter, trained[site.path].get_parameter(own))
             edit.changed(site.path, say("trained for {epochs} epochs from {start}", epochs=epochs, start=name))
         edit.note(say("training loss {loss:.3g}; everything else was frozen", loss=loss))
         edit.note_stays(left_out(model, where, can_act=can_act))
@@ -110,7 +112,10 @@ def can_act(module: nn.Module) -> str | None:
         >>> can_act(nn.Linear(2, 2)), can_act(nn.ReLU())
         (None, 'it has no parameters of its own')
     """
-    own = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
+    own = [p for p in module._parameters.values() if p is not None]
+    if any(is_lazy(p) for p in own):
+        return say("it is lazy; run one batch first")
+    own = [p for p in own if p.is_floating_point()]
     if not own:
         return say("it has no parameters of its own")
     return say("its parameters are on the meta device") if any(p.is_meta for p in own) else None
@@ -119,16 +124,18 @@ def can_act(module: nn.Module) -> str | None:
 def _starts(model: nn.Module, chosen: list[Site], task: Task, seed: int) -> Iterator[tuple[str, nn.Module]]:
     """Copies of the model in evaluation mode with the values from which the layers are trained."""
     drawn = _drawn(model, [site.path for site in chosen], task, seed)
+    new = modules_at(drawn)
     for name in STARTS[:2]:
         twin, differs = copy_of(model).eval(), name == STARTS[0]
+        modules = modules_at(twin)
         for site in chosen:
-            module = twin.get_submodule(site.path)
+            module = modules[site.path]
             bias = module._parameters.get("bias")
             if name == STARTS[1] and isinstance(module, WEIGHTED) and bias is not None:
                 differs = differs or bool(bias.any())
                 bias.detach().zero_()
             if has_filters(module) is None:
-                _revive(module, drawn.get_submodule(site.path))
+                _revive(module, new[site.path])
         if differs:
             yield name, twin
     yield STARTS[2], drawn
@@ -138,9 +145,10 @@ def _starts(model: nn.Module, chosen: list[Site], task: Task, seed: int) -> Iter
 def _drawn(model: nn.Module, paths: list[str], task: Task, seed: int) -> nn.Module:
     """A copy with new values in these layers, as far as a law of initialisation is known for them."""
     twin = copy_of(model).eval()
-    filters = [path for path in paths if has_filters(twin.get_submodule(path)) is None]
+    modules = modules_at(twin)
+    filters = [path for path in paths if has_filters(modules[path]) is None]
     for path in paths:
-        module = twin.get_submodule(path)
+        module = modules[path]
         if bool(facts_of(module).removes_scale):
             for name, value in (("weight", 1.0), ("bias", 0.0)):
                 if module._parameters.get(name) is not None:
@@ -170,7 +178,8 @@ def _revive(module: nn.Module, drawn: nn.Module) -> None:
 
 def _trained(model: nn.Module, paths: list[str], task: Task, training: TrainingConfig, seed: int) -> float:
     """Train these layers in place; the loss on the training data then, infinite if a loss was not finite."""
-    own = {id(p) for path in paths for p in model.get_submodule(path).parameters(recurse=False)}
+    modules = modules_at(model)
+    own = {id(p) for path in paths for p in modules[path].parameters(recurse=False)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in own)
     step = TrainingStep(model, task, training)

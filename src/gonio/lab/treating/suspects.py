@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
+from gonio.editing.where import modules_at
 from gonio.measuring import Finding, Measurements
 from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.starts import layers_as_built
@@ -32,7 +33,7 @@ def suspects(findings: Iterable[Finding], found: Measurements, model: nn.Module)
         ['2']
     """
     ran = [signal.path for signal in found.signals]
-    order = {path: place for place, path in enumerate([*ran, *(p for p, _ in model.named_modules() if p not in ran)])}
+    order = {path: place for place, path in enumerate([*ran, *(p for p in modules_at(model) if p not in ran)])}
     named: dict[str, tuple[int, bool, int]] = {}
     for finding in findings:
         for path in _named(finding, found, model):
@@ -43,7 +44,7 @@ def suspects(findings: Iterable[Finding], found: Measurements, model: nn.Module)
 
 def _named(finding: Finding, found: Measurements, model: nn.Module) -> list[str]:
     """The layers with parameters that one finding names."""
-    modules = dict(model.named_modules())
+    modules = modules_at(model)
     if finding.path:
         path = finding.path if finding.path in modules else finding.path.rpartition(".")[0]
         return [path] if path in modules and _trains(modules[path]) else []
@@ -93,15 +94,15 @@ def _without_statistics(modules: Mapping[str, nn.Module]) -> list[str]:
 
 def statistics_of(model: nn.Module | None) -> set[str]:
     """The paths of the running statistics that `calibrate_` measures."""
-    layers = [] if model is None else [(path, m) for path, m in model.named_modules() if can_act(m) is None]
-    return {f"{path}.{name}".removeprefix(".") for path, _ in layers for name in ("running_mean", "running_var")}
+    layers = [] if model is None else [path for path, m in modules_at(model).items() if can_act(m) is None]
+    return {f"{path}.{name}".removeprefix(".") for path in layers for name in ("running_mean", "running_var")}
 
 
 def calibrated_layers(treats: list[Finding], found: Measurements, model: nn.Module) -> list[list[str]]:
     """The layers in which `calibrate_` is tried: those that are named, then all (an empty list)."""
-    layers = [path for path, module in model.named_modules() if can_act(module) is None]
+    layers = [path for path, module in modules_at(model).items() if can_act(module) is None]
     named = {finding.path.rpartition(".")[0] for finding in treats if finding.path}
-    named |= set(_without_statistics(dict(model.named_modules())))
+    named |= set(_without_statistics(modules_at(model)))
     gaps = [signal for signal in found.signals if signal.path in layers and stale(signal)]
     first = {gaps[0].path} if gaps else set()  # what follows may be a consequence
     chosen = [path for path in layers if path in named | first]

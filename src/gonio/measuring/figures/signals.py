@@ -23,7 +23,7 @@ from gonio.geometry.views import has_filters
 from gonio.messages import say
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
-from gonio.seeding import generator, state_kept
+from gonio.seeding import generator
 from gonio.surgery import Site, sites
 from gonio.surgery.calibrate import own_buffers
 from gonio.surgery.equivalent import call, first_input
@@ -98,7 +98,7 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
     a third time where layers got zeros, to tell whose they are. A model that draws random numbers draws the same ones
     in each run, and the global generator keeps its state.
     """
-    with evaluating(model) as plain, _first_statistics(plain), state_kept():
+    with evaluating(model) as plain, _first_statistics(plain):
         computing = {part for module in plain.modules() if isinstance(module, _COMPUTING) for part in module.modules()}
         layers = {s.module: s for s in sites(plain) if _is_layer(s.module) and s.module not in computing}
         outputs = _Outputs(layers)
