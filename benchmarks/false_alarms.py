@@ -138,7 +138,8 @@ class Counts:
                 "models": self.by_model[code],
                 "models_upper": upper(self.by_model[code], self.models),
             }
-            for code in WEIGHT_RULES
+            for code, rule in WEIGHT_RULES.items()
+            if not rule.text.exact
         }
         return {"models": self.models, "tensors": self.tensors, "rules": rules}
 

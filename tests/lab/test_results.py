@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from gonio.lab.judging.results import reach_of, robust_of, summarise
 from gonio.lab.plan import RecipeEntry
 from gonio.lab.planning.planner import make_plan
 from gonio.lab.record import ANGLE_EDGES, QUANTILES
-from gonio.lab.running.cost import _time_ratios, measure_costs, peak_bytes
+from gonio.lab.running.cost import measure_costs, peak_bytes, time_blocks
 from lab.plans import TINY, plan_of, runs_of
 
 BASE = [90.0, 91.0, 92.0, 93.0, 94.0, 95.0, 96.0, 97.0]
@@ -135,7 +136,7 @@ def test_results_can_be_written_as_json() -> None:
 
 
 def curve_run(recipe: str, seed: int, curve: list[float | None], status: str = "finished", **more: object) -> RunRecord:
-    return RunRecord(recipe, seed, status, score=1.0, curve={"val_score": curve}, **more)  # type: ignore[arg-type]
+    return RunRecord(recipe, seed, status, score=1.0, curve={"val_score": curve}, **more)
 
 
 def test_the_time_to_the_baselines_last_score_counts_epochs_and_step_time() -> None:
@@ -241,11 +242,12 @@ def product(tensor: Tensor, count: int) -> None:
 
 
 @pytest.mark.slow  # it reads a clock: no gate of every change
-def test_time_ratios_of_equal_and_of_double_work() -> None:
+def test_times_of_equal_and_of_double_work() -> None:
     square = torch.ones(64, 64)
-    others = [lambda: product(square, 20), lambda: product(square, 40)]
-    blocks = _time_ratios(lambda: product(square, 20), others, torch.device("cpu"))
-    same, double = (sorted(ratios)[len(blocks) // 2] for ratios in zip(*blocks, strict=True))
+    steps = [lambda n=n: product(square, n) for n in (20, 20, 40)]
+    blocks = time_blocks(steps, torch.device("cpu"), least=5, until=time.monotonic() + 30)
+    ratios = [(same / first, double / first) for first, same, double in blocks]
+    same, double = (sorted(each)[len(blocks) // 2] for each in zip(*ratios, strict=True))
     # medians over blocks on a machine that may be busy; they were within 3 % on an idle one
     assert same == pytest.approx(1, rel=0.2)
     assert double == pytest.approx(2, rel=0.2)
