@@ -166,6 +166,16 @@ def test_a_recipe_that_was_changed_in_the_file_is_refused(plain: nn.Module, suff
     assert not Path("b.pt").exists()
 
 
+@pytest.mark.parametrize("line", ["fold {} -o new.pt", "apply orthogonal-init {} -o new.pt"])
+def test_numbers_that_get_another_dtype_are_named(plain: nn.Module, line: str) -> None:
+    save_file({name: value.half() for name, value in plain.state_dict().items()}, "half.safetensors")
+    named = "its float16 numbers are written as float32, which the model has"
+    for file, said in (("half.safetensors", True), ("plain.safetensors", False)):
+        result = invoke(*line.format(file).split(), *MODEL)
+        assert result.exit_code == 0
+        assert (named in " ".join(result.stderr.split())) == said
+
+
 def write_for_ever(path: str) -> None:
     for value in itertools.count():
         write(Checkpoint(path, {"weight": torch.full((2_000_000,), float(value))}))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gonio
-from gonio.cli.app import check_folders
+from gonio.cli.app import check_folders, print_err
 from gonio.cli.inputs import build_model, in_cache
 from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
@@ -87,8 +87,12 @@ def read(path: str, *, key: str | None = None) -> Checkpoint:
     return Checkpoint(path, state, recipe, int(seed) if seed.isdecimal() else 0, folded)
 
 
-def write(checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a temporary file, then rename it: a kill leaves the old file as it was."""
+def write(checkpoint: Checkpoint, given: Checkpoint | None = None) -> None:
+    """Write a checkpoint to a temporary file, then rename it: a kill leaves the old file as it was.
+
+    Args:
+        given: the one that was read; a line says which of its dtypes the written one lacks.
+    """
     target = Path(checkpoint.path)
     draft, metadata = target.with_name(f".{target.name}.{os.getpid()}.part"), checkpoint.metadata()
     try:
@@ -109,6 +113,21 @@ def write(checkpoint: Checkpoint) -> None:
                 say("{path} could not be written ({why}); check the space on its disk", path=checkpoint.path, why=why)
             ) from error
         raise
+    before, after = (_floats({} if one is None else one.state) for one in (given, checkpoint))
+    if lost := sorted(before - after):
+        print_err(
+            say(
+                "its {before} numbers are written as {after}, which the model has",
+                before=", ".join(lost),
+                after=", ".join(sorted(after)),
+            )
+        )
+
+
+def _floats(state: Mapping[str, Any]) -> set[str]:
+    """The dtypes of the floating numbers of a state dict."""
+    values = (value for value in state.values() if isinstance(value, Tensor))
+    return {str(value.dtype).removeprefix("torch.") for value in values if value.is_floating_point()}
 
 
 def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None = None) -> nn.Module:

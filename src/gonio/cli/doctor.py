@@ -177,5 +177,5 @@ def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:
         return
     recipe, seed = (None, 0) if held is None else (held.recipe, held.seed)
     target = output / CHECKPOINT
-    write(Checkpoint(str(target), treated.model.state_dict(), recipe, seed))
+    write(Checkpoint(str(target), treated.model.state_dict(), recipe, seed), held)
     print_err(say("checkpoint written to {target}", target=target))

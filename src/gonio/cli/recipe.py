@@ -60,7 +60,7 @@ def apply(
         )
     for part in (part for part in TRAINING if getattr(chosen, part) is not None):
         print_err(say("the recipe's {part} acts during training only; the checkpoint does not contain it", part=part))
-    write(Checkpoint(output, built.state_dict(), chosen, seed))
+    write(Checkpoint(output, built.state_dict(), chosen, seed), found)
     print_out(str(applied))
     print_err(say("checkpoint written to {output}", output=output))
 
@@ -98,7 +98,8 @@ def fold(
     if example is not None:
         check_runs(built, example, option="--batch")
     edited = fold_(built, example=example, where=selector)
-    write(Checkpoint(output, built.state_dict(), folded=used.hash if used is not None else found.folded))
+    folded_by = used.hash if used is not None else found.folded
+    write(Checkpoint(output, built.state_dict(), folded=folded_by), found)
     print_out(str(edited))
     if example is None:
         print_err(say("the outputs were not compared; --batch compares them"))
