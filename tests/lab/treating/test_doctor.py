@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch import nn
 import gonio
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.lab import Split, Task, TrainingConfig
-from gonio.lab.tasks import Metric
+from gonio.lab.tasks import Metric, resolve
 from gonio.lab.treating.change import best_scale
 from gonio.lab.treating.proof import held_out, study_of
 from gonio.measuring.findings.remedies import PROOFS
@@ -505,12 +507,26 @@ def test_what_cannot_be_compared_names_the_errors_behind_it(batch: torch.Tensor 
         assert step.verdict == "kept"
 
 
-def test_a_model_that_does_not_take_the_inputs_of_the_task() -> None:
+def of_three_channels() -> nn.Module:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(10))
     model(torch.ones(1, 3, 8, 8))
-    said = r"^task='digits' must be an input that the model takes; found 1 channel"
-    with pytest.raises(InvalidArgumentError, match=said):
-        gonio.doctor(model, task="digits")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (of_three_channels, "found 1 channel"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).half(), "found .*dtype"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(60, 10)), "found .*64"),
+    ],
+)
+def test_a_model_that_does_not_take_the_inputs_of_the_task(model: Callable[[], nn.Module], said: str) -> None:
+    for act in (gonio.doctor, partial(gonio.lab.retrain_, where="type:Linear")):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"^task='digits' must be an input that the model takes; {said}"
+        ):
+            act(model(), task=resolve("digits"))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")

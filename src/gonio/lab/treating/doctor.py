@@ -19,7 +19,7 @@ from gonio.lab.judging.results import Results
 from gonio.lab.tasks import resolve
 from gonio.lab.tasks.task import Task
 from gonio.lab.treating.change import best_scale
-from gonio.lab.treating.inputs import Inputs
+from gonio.lab.treating.inputs import Inputs, check_takes
 from gonio.lab.treating.proof import held_out, not_finite, same_function, scores, study_of
 from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
@@ -107,7 +107,8 @@ def doctor(
         :class:`gonio.lab.Treatment`: printable; `.model`, `.undo_()`, `.recipe`, `.page(path)`.
 
     Raises:
-        InvalidArgumentError: if a task, a batch or a base is given without a model.
+        InvalidArgumentError: if a task, a batch or a base is given without a model, or inputs that the model does not
+            take.
         GonioError: as :func:`gonio.measure`.
 
     Example:
@@ -126,6 +127,8 @@ def doctor(
             asked = "doctor() runs a model on a task or a batch, and compares it with a base"
             raise InvalidArgumentError(asked, type(source).__name__, "Pass the model.")
         return _reported(measure(source))
+    if data is not None:
+        check_takes(source, data)
     inputs = Inputs(data, batch, base)
     case = _Case(source, inputs, apply_unproven).treated(_ORDER)
     if data is not None and case.trained_with_new_statistics:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from gonio.errors import InvalidArgumentError
 from gonio.lab.tasks.task import Task
 from gonio.measuring import Finding, Measurements, measure
 from gonio.measuring.findings.rules import rule_texts, worst_first
@@ -18,6 +17,18 @@ from gonio.seeding import RandomInput
 from gonio.surgery.equivalent import fitting, outputs
 
 _BATCH = 64  # training inputs that are measured and run at a time
+
+
+def check_takes(model: nn.Module, task: Task) -> None:
+    """Refuse a task whose inputs the model does not take.
+
+    Raises:
+        InvalidArgumentError: with the layer that does not, or the model's own words.
+    """
+    inputs, _ = task.train.take(range(min(2, len(task.train))))
+    example = task.outputs(lambda x: x, inputs)
+    with fitting(model, example, say("task={name!r}", name=task.name), always=True):
+        outputs(model, example)
 
 
 @dataclass(frozen=True)
@@ -50,13 +61,7 @@ class Inputs:
 
     def measured(self, model: nn.Module) -> Measurements:
         """The model, and what has changed since its base."""
-        try:
-            found = measure(model, batch=self.example)
-        except InvalidArgumentError:
-            if self.task is not None:  # whose inputs the model may not take
-                with fitting(model, self.example, say("task={name!r}", name=self.task.name)):
-                    outputs(model, self.example)
-            raise
+        found = measure(model, batch=self.example)
         if self.base is None:
             return found
         return replace(found, findings=worst_first([*found.findings, *measure(self.base, model).findings]))

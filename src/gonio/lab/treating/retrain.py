@@ -24,6 +24,7 @@ from gonio.geometry import layout_of, matrix_view, unview
 from gonio.lab.plan import TrainingConfig
 from gonio.lab.running.training import TrainingStep, batches, evaluate, make_schedule, steps_of
 from gonio.lab.tasks.task import Batch, Split, Task, seeded
+from gonio.lab.treating.inputs import check_takes
 from gonio.messages import say
 from gonio.seeding import derive_seed
 from gonio.surgery import init_, match_statistics_
@@ -56,7 +57,7 @@ def retrain_(
         seed: of the new values and of the order of the examples.
 
     Raises:
-        InvalidArgumentError: if `epochs` is below 1 or `lr` is not above 0.
+        InvalidArgumentError: if `epochs` is below 1, `lr` is not above 0, or the model does not take the task's inputs.
         NoMatchError: if `where` selects no layer with parameters.
         NotApplicableError: if no start gives a finite loss, if none is promising, or if the model is sharded.
 
@@ -72,6 +73,7 @@ def retrain_(
         raise InvalidArgumentError("retrain_ needs epochs >= 1 and lr > 0", found, "Leave them out.")
     chosen = select(model, where, verb="retrain_", can_act=can_act)
     refuse_shards(model, "retrain_")
+    check_takes(model, task)
     first, size = max(1, epochs // 10), task.training.batch_size
     rates = [
         TrainingConfig(epochs=first, batch_size=size, lr=rate, optimizer="adamw", weight_decay=0.0)
