@@ -230,6 +230,7 @@ def test_a_device_without_the_precision_is_refused(task: Task, monkeypatch: pyte
         ({"warm_up": 2.0}, "warm_up must be shorter than the 2 epochs; found 2.0"),
         ({"warm_up": 1.0, "schedule": "one-cycle"}, "one-cycle warms up by itself; found 'warm_up=1'"),
         ({"clip": 0.0}, "clip must be a positive number; found 0.0"),
+        ({"clip": 1e300}, r"training\(clip=\) is between 1e-19 and 1e\+19"),
         ({"ema": 1.0}, "ema must be from 0 to below 1; found 1.0"),
         ({"label_smoothing": -0.1}, "label_smoothing must be from 0"),
         ({"weight_decay": -1.0}, "weight_decay must be 0 or above; found -1.0"),

@@ -145,6 +145,6 @@ def check_settings(settings: Mapping[str, Any], ranges: Mapping[str, Range] = RA
             continue
         said, holds = ranges[name]
         if ranges[name] in (POSITIVE, NOT_NEGATIVE):
-            check_range("optimizer", **{name: value})
+            check_range("training", **{name: value})
         if not holds(value):
             raise InvalidArgumentError(f"{name} must be {said}", repr(value), "Give another value.")
