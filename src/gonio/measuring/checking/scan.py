@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, prod, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -152,9 +152,9 @@ def scan(place: Place) -> TensorCheck:
     try:
         with place.open() as read:
             for first, last, start, stop in _pieces(rows, columns):
-                raw = statistics.buffer[: (last - first) * (stop - start) * dtype.itemsize]
-                read((first * columns + start) * dtype.itemsize, raw.numpy())
-                statistics.add(raw, slice(first, last), start)
+                chunk = statistics.chunk(last - first, stop - start)
+                read((first * columns + start) * dtype.itemsize, chunk.raw)
+                statistics.add(chunk, slice(first, last), start)
     except UnreadableFileError as error:
         return replace(header, reason=str(error))
     return statistics.result(header, factor)
@@ -181,46 +181,78 @@ def _mixed(words: Any) -> Any:
     return words ^ (words >> numpy.uint64(32))
 
 
-class _Statistics:
-    """Statistics of the rows of a tensor, chunk by chunk.
+def _bits_of(value: float, dtype: torch.dtype) -> int:
+    """The bits of a positive number, which are ordered as the numbers are."""
+    return int(torch.tensor(value, dtype=dtype).view(_BITS[dtype][0]))
+
+
+def _of_bits(bits: int, dtype: torch.dtype) -> float:
+    return float(torch.tensor(bits, dtype=_BITS[dtype][0]).view(dtype))
+
+
+class _Chunk(NamedTuple):
+    """The buffer of a chunk, as what is computed from it sees it.
 
     Attributes:
-        buffer: bytes of a chunk. Memory of torch is aligned to 64 bytes, so that sums do not depend on the file.
+        raw: its bytes. words: the same as unsigned integers, by row.
+        stored: the same as values in one row; numbers: these, or of values in 8 bits the place of their copies in
+            float32; wide: the place of copies in float32.
+        bits: the numbers as integers of their size, by row.
     """
+
+    raw: Any
+    words: Any
+    stored: Tensor
+    numbers: Tensor
+    wide: Tensor
+    bits: Any
+
+
+class _Statistics:
+    """Statistics of the rows of a tensor, chunk by chunk."""
 
     def __init__(self, dtype: torch.dtype, rows: int, columns: int, *, variances: bool = False) -> None:
         size = min(rows * columns, max(CHUNK // columns, 1) * columns, CHUNK)
-        self.buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
+        # memory of torch is aligned to 64 bytes, so that sums do not depend on the file
+        self._buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
+        self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._dtype, self._columns, self._floating = dtype, columns, dtype.is_floating_point
         self._wide = torch.empty(size if self._floating else 0)  # the chunk in float32
+        self._numbers = dtype if dtype in _BITS else torch.float32
         self._zero, self._constant = numpy.ones(rows, bool), numpy.ones(rows, bool)
         self._hash = numpy.zeros(rows, numpy.uint64)
         self._first: Any = None  # of each row the bits of its first entry
-        self._squares = self._largest = 0.0
+        self._squares, self._largest = 0.0, 0  # the largest magnitude: of floating-point numbers its bits
+        self._fine = tuple(_bits_of(limit, self._numbers) for limit in _FINE)
         self._nonfinite, self._minus, self._place = 0, 0, -1
         self._variances, self._negative = variances, 0
 
-    def add(self, raw: Tensor, rows: slice, start: int) -> None:
-        """A chunk: these rows, from this column on."""
-        count = rows.stop - rows.start
-        self._add_hash(raw.numpy(), rows, count)
-        values = raw.view(self._dtype).view(count, -1)
-        if self._floating and self._dtype not in _BITS:  # 8 bits
-            values = self._wide[: values.numel()].view_as(values).copy_(values)
-        bits: Any = values.view(_BITS[values.dtype][0]).numpy() if self._floating else values.numpy()
-        self._add_constants(bits, rows, start)
-        if self._floating:
-            self._add_numbers(values, bits, rows, start)
-        else:
-            self._zero[rows] &= ~bits.any(1)
-            self._largest = max(self._largest, abs(int(bits.min())), abs(int(bits.max())))
+    def chunk(self, rows: int, columns: int) -> _Chunk:
+        """The buffer for so many rows of so many entries; the next bytes are to be read into `raw`."""
+        made = self._chunks.get((rows, columns))
+        if made is None:
+            raw = self._buffer[: rows * columns * self._dtype.itemsize]
+            width = raw.numel() // rows
+            unit = next(unit for unit in (8, 4, 2, 1) if width % unit == 0)
+            words = raw.numpy().view(f"u{unit}").reshape(rows, -1)
+            stored, wide = raw.view(self._dtype), self._wide[: rows * columns]
+            numbers = wide if self._floating and self._dtype not in _BITS else stored
+            bits = (numbers.view(_BITS[numbers.dtype][0]) if self._floating else numbers).numpy().reshape(rows, -1)
+            made = self._chunks[rows, columns] = _Chunk(raw.numpy(), words, stored, numbers, wide, bits)
+        return made
 
-    def _add_hash(self, raw: Any, rows: slice, count: int) -> None:
-        width = raw.size // count
-        unit = next(unit for unit in (8, 4, 2, 1) if width % unit == 0)
-        words = raw.view(f"u{unit}").reshape(count, -1)
-        words = _mixed(words) if unit == 8 else words.astype(numpy.uint64)
+    def add(self, chunk: _Chunk, rows: slice, start: int) -> None:
+        """A chunk: these rows, from this column on."""
+        words = _mixed(chunk.words) if chunk.words.itemsize == 8 else chunk.words.astype(numpy.uint64)
         self._hash[rows] = self._hash[rows] * _STEP + words.dot(_multipliers()[: words.shape[1]])
+        if chunk.numbers is not chunk.stored:
+            chunk.numbers.copy_(chunk.stored)
+        self._add_constants(chunk.bits, rows, start)
+        if self._floating:
+            self._add_numbers(chunk, rows, start)
+        else:
+            self._zero[rows] &= ~chunk.bits.any(1)
+            self._largest = max(self._largest, abs(int(chunk.bits.min())), abs(int(chunk.bits.max())))
 
     def _add_constants(self, bits: Any, rows: slice, start: int) -> None:
         if self._first is None:
@@ -228,52 +260,53 @@ class _Statistics:
         if not start:
             self._first[rows] = bits[:, 0]
         first, constant = self._first[rows], self._constant[rows]
-        for column in (0, bits.shape[1] // 2, -1):  # three entries exclude almost every row
+        for column in (bits.shape[1] // 2, -1):  # two entries exclude almost every row
             constant &= bits[:, column] == first
-        if (left := numpy.flatnonzero(constant)).size:
-            constant[left] = (bits[left] == first[left, None]).all(1)
+            if not constant.any():
+                return
+        left = numpy.flatnonzero(constant)
+        constant[left] = (bits[left] == first[left, None]).all(1)
 
-    def _add_numbers(self, values: Tensor, bits: Any, rows: slice, start: int) -> None:
-        _, mask, infinity = _BITS[values.dtype]
-        magnitude = numpy.bitwise_and(bits, bits.dtype.type(mask))
-        largest = magnitude.max(1)
+    def _add_numbers(self, chunk: _Chunk, rows: slice, start: int) -> None:
+        _, mask, infinity = _BITS[self._numbers]
+        magnitude = numpy.bitwise_and(chunk.bits, chunk.bits.dtype.type(mask))
+        largest, values = magnitude.max(1), chunk.numbers
         self._zero[rows] &= largest == 0
-        if largest.max() >= infinity:
+        top = int(largest.max())
+        if top >= infinity:
             bad = magnitude >= infinity
             if self._place < 0:
                 self._place = rows.start * self._columns + start + int(bad.argmax())
             self._nonfinite += int(bad.sum())
             self._minus += int((values == -inf).sum())
             magnitude[bad] = 0
-            largest = magnitude.max(1)
-            values = values.double().masked_fill(torch.from_numpy(bad), 0.0)
-        bits_of_largest = torch.from_numpy(largest.max(keepdims=True))
-        top = float(bits_of_largest.view(self._dtype if self._dtype in _BITS else torch.float32))
+            top = int(magnitude.max())
+            values = values.double().masked_fill(torch.from_numpy(bad.reshape(-1)), 0.0)
         self._largest = max(self._largest, top)
         if self._variances:
             self._negative += int((values < 0).sum())
-        flat = values.reshape(-1)
         if values.dtype not in (torch.float32, torch.float64):
-            flat = self._wide[: flat.numel()].copy_(flat)
-        if top and not _FINE[0] < top < _FINE[1]:
-            flat = flat.double()
-        self._squares += float(torch.dot(flat, flat))
+            values = chunk.wide.copy_(values)
+        if top and not self._fine[0] < top < self._fine[1]:
+            values = values.double()
+        self._squares += float(torch.dot(values, values))
 
     def result(self, header: TensorCheck, factor: int) -> TensorCheck:
         """The check of the tensor; a complex entry is two numbers (`factor`)."""
         zero, constant, hashes = self._zero, self._constant & ~self._zero, self._hash
+        largest = _of_bits(self._largest, self._numbers) if self._floating else self._largest
         found = replace(
             header,
             integers=not self._floating,
             nonfinite=self._nonfinite,
             negative=self._negative,
             norm=sqrt(self._squares) if self._floating else None,
-            largest=self._largest,
+            largest=largest,
             zero=bool(zero.all()),
             constant=bool(self._constant.all()) and bool((self._first == self._first[0]).all()),
             fingerprint=_joined(hashes),
         )
-        if not self._largest and is_mask(header.shape, self._nonfinite, self._minus):
+        if not largest and is_mask(header.shape, self._nonfinite, self._minus):
             return replace(found, nonfinite=0, mask=True, norm=None, largest=None)
         if self._place >= 0:
             index = numpy.unravel_index(self._place // factor, header.shape)
