@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 # One thread per process: on few cores two threads in one process are slower than one (see docs/howto/compare.md).
 export OMP_NUM_THREADS ?= 1
+# Each process that a test starts would compile all modules anew, half a second, where this variable is set.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: reproduce test browser test-slow distributed test-cuda arithmetic interface matrix bank planted soak versions wheel sweep lint bench docs site clean
 
