@@ -82,6 +82,13 @@ def swapped(state: State, draw: np.random.Generator) -> None:
     state[VICTIM], state[OTHER] = state[OTHER], state[VICTIM]
 
 
+def written_twice(state: State, draw: np.random.Generator) -> None:
+    """All matrices of the victim's layer are those of the one before."""
+    number = int(LAYER[7])
+    for name in ("down", "up"):
+        state[f"layers.{number}.{name}.weight"] = state[f"layers.{number - 1}.{name}.weight"].clone()
+
+
 def resized(state: State, draw: np.random.Generator) -> None:
     state[VICTIM] = torch.cat([state[VICTIM], state[VICTIM][:8]] if draw.integers(2) else [state[VICTIM][:16]])
 
@@ -231,6 +238,7 @@ KINDS: dict[str, Kind] = {
     "one layer × 100 or / 200": Kind(list(FORMATS), codes("G709"), scaled, place=LAYER),
     "bytes in the other order": Kind(UNPACKED, codes("G001", "G709"), other_bytes, place=LAYER),
     "swapped layers": Kind(list(FORMATS), codes("G710"), swapped, place=LAYER, against=True),
+    "one layer written twice": Kind(list(FORMATS), codes("G716"), written_twice, place=LAYER[:8]),
     "a tensor of another size": Kind(list(FORMATS), codes("G710"), resized, place=LAYER, against=True,
                                      further=codes("G203")),
     "another dtype": Kind([f for f in UNPACKED if f != "ZeRO"], codes("G710"), other_type, place=LAYER, against=True),

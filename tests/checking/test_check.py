@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,74 @@ def test_a_step_of_a_pyramid_that_keeps_its_size_lacks_no_kernel(kernels: tuple[
             tensors |= {f"h.{block}.resize.weight": seeded(8, 8, size, size), f"h.{block}.resize.bias": seeded(8)}
     lost = {("G714", "h.2.resize.weight"), ("G714", "h.2.resize.bias")}
     assert found(tensors) == (lost if lacks else set())
+
+
+def layers(count: int, names: Sequence[str] = ("up.weight", "down.weight")) -> State:
+    return {f"h.{n}.{name}": seeded(8, 16, seed=10 * n + k) for n in range(count) for k, name in enumerate(names)}
+
+
+def copy_layer(tensors: State, layer: int, of: int, names: Sequence[str] = ("up.weight", "down.weight")) -> None:
+    for name in names:
+        tensors[f"h.{layer}.{name}"] = tensors[f"h.{of}.{name}"].clone()
+
+
+def test_a_layer_that_is_the_copy_of_another_is_named(tmp_path: Path) -> None:
+    tensors = layers(12)
+    copy_layer(tensors, 10, 2)
+    assert found(tensors) == {("G716", "h.10")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert [finding.found for finding in gonio.check(tmp_path / "model.safetensors").findings] == [
+        "2 tensors equal those of h.2 to the last bit: h.10.down.weight, h.10.up.weight"
+    ]
+    tensors["h.10.up.weight"][3, 3] += 1
+    assert found(tensors) == {("G716", "h.10")}  # one copy alone in its family
+    tensors["h.10.down.weight"][3, 3] += 1
+    assert not found(tensors)
+
+
+def test_half_of_a_model_in_the_place_of_the_other_half_is_named() -> None:
+    tensors = layers(6)
+    for number in range(3):
+        copy_layer(tensors, number + 3, number)
+    assert found(tensors) == {("G716", f"h.{number}") for number in (3, 4, 5)}
+
+
+def test_one_expert_that_is_the_copy_of_another_is_named() -> None:
+    experts = [f"experts.{k}.weight" for k in range(4)]
+    tensors = layers(3, experts)
+    tensors["h.1.experts.2.weight"] = tensors["h.1.experts.0.weight"].clone()
+    assert found(tensors) == {("G716", "h.1.experts.2")}
+
+
+def clones(tensors: State) -> None:
+    """Layers at their start, which torch clones."""
+    for number in range(1, 6):
+        copy_layer(tensors, number, 0)
+
+
+def cloned_experts(tensors: State) -> None:
+    for layer in range(6):
+        tensors |= {f"h.{layer}.experts.{k}.weight": seeded(8, 16, seed=layer) for k in range(4)}
+
+
+def tables(tensors: State) -> None:
+    """Angles of positions: of each second layer the same."""
+    tensors |= {f"h.{layer}.angles": seeded(8, 16, seed=layer % 2) for layer in range(6)}
+
+
+def shared(tensors: State) -> None:
+    tensors |= {f"h.4.{name}.weight": tensors[f"h.1.{name}.weight"] for name in ("up", "down")}
+
+
+def constant(tensors: State) -> None:
+    tensors |= {f"h.{layer}.gain": torch.full((8, 16), 1.0 if layer else 2.0) for layer in range(6)}
+
+
+@pytest.mark.parametrize("change", [clones, cloned_experts, tables, shared, constant])
+def test_layers_that_are_alike_for_a_reason_are_no_copies(change: Callable[[State], None]) -> None:
+    tensors = layers(6)
+    change(tensors)
+    assert "G716" not in {code for code, _ in found(tensors)}
 
 
 def test_a_negative_running_variance_is_an_error() -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 from gonio.errors import GonioWarning, InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
 from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import CODES, Content, Inventory, Problem, inventory, vectors_of, with_codes
-from gonio.measuring.checking.rules import among_others, checked
+from gonio.measuring.checking.rules import among_others, checked, copied_layers
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
@@ -286,6 +286,7 @@ def check(
     states = optimizer_of(source)
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
     problems += _without_scale(tensors)
+    problems += copied_layers(tensors, {place.name: place.address for place in held.places if place.address})
     rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
     places = {path: place for place, path in enumerate(_in_depth_order(tensors, one_file=len(held.files) < 2))}
     found = checked(tensors, problems)

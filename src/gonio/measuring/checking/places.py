@@ -64,7 +64,7 @@ class Place:
         values: the dtype of these bytes, where it is not `dtype`, as of values that are dequantised; :data:`CODES` of
             packed codes that are stored as floats.
         beside: whether it is not of the model. `reason`: why it cannot be read. `damaged`: whether that is
-            damage. `state`: whether it is an optimizer's.
+            damage. `state`: whether it is an optimizer's. `address`: of its values in memory, 0 of those in a file.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Place:
     values: str = ""
     state: bool = False
     damaged: bool = False
+    address: int = 0
 
 
 @dataclass(frozen=True)
@@ -382,7 +383,7 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
         local = found.tensor
     local = local.detach()
     shape, dtype = header_of(local)
-    reason, size, damaged = "", 0, False
+    reason, size, damaged, address = "", 0, False, 0
     if local.is_meta:
         reason = "on the meta device: it has no values"
     elif local.layout != torch.strided or local.is_quantized:
@@ -391,8 +392,9 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
         reason = f"claims {local.numel()} entries, of which {stored_entries(local)} are stored"
         damaged = True
     else:
-        size = local.nbytes
-    return Place(name, file, dtype, shape, size, partial(_loaded, lambda: local), reason=reason, damaged=damaged)
+        size, address = local.nbytes, local.data_ptr()
+    opened = partial(_loaded, lambda: local)
+    return Place(name, file, dtype, shape, size, opened, reason=reason, damaged=damaged, address=address)
 
 
 def _of_opened(path: Path, opened: Opened) -> Inventory:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from gonio.errors import listing
+from gonio.escaping import plain
 from gonio.measuring.checking.places import Problem
 from gonio.measuring.checking.scan import TensorCheck
 from gonio.measuring.findings.rules import (
@@ -18,7 +21,7 @@ from gonio.measuring.findings.rules import (
     worst_first,
     zero_filters,
 )
-from gonio.measuring.findings.siblings import AmongSiblings, places
+from gonio.measuring.findings.siblings import AmongSiblings, copies, places
 from gonio.measuring.reading.entry import (
     NO_VARIANCE,
     PACKED,
@@ -35,6 +38,7 @@ from gonio.measuring.reading.source import padding_rows, tables_in
 from gonio.messages import counted, say
 
 _CODES = frozenset(str(dtype).removeprefix("torch.") for dtype in PACKED)  # what packed weights are stored in
+_FEWEST_ENTRIES = 64  # of a tensor that is not equal to another one by chance
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
 VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
 
@@ -90,11 +94,38 @@ def among_others(
     return tuple(map(with_rows, placed))
 
 
-for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714", "G715"):
+for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714", "G715", "G716"):
 
     @rule(_code, FILE_RULES)
     def _of_file(problem: Problem, code: str = _code) -> str | None:
         return problem.found if problem.code == code else None
+
+
+def copied_layers(tensors: Sequence[TensorCheck], addresses: Mapping[str, int]) -> list[Problem]:
+    """The layers whose matrices equal those of another, bit by bit.
+
+    Args:
+        addresses: of tensors in memory. Those at one address are shared, and no copies.
+    """
+    shared = {address for address, count in Counter(addresses.values()).items() if count > 1}
+    own = {
+        t.name: t
+        for t in tensors
+        if t.entries >= _FEWEST_ENTRIES and t.fingerprint and not (t.beside or t.adapter or t.constant or t.mask)
+        if (not t.integers or t.dtype in _CODES) and addresses.get(t.name) not in shared
+    }
+    shapes = {name: t.shape for name, t in own.items()}
+    found = copies(shapes, {name: f"{t.dtype} {t.fingerprint}" for name, t in own.items()})
+    return [Problem("G716", layer, _equal(other, names)) for (layer, other), names in found.items()]
+
+
+def _equal(other: str, names: list[str]) -> str:
+    if len(names) == 1:
+        return say("{name} equals the same tensor of {other} to the last bit", name=plain(names[0]), other=plain(other))
+    return say(
+        "{n} tensors equal those of {other} to the last bit: {names}",
+        n=len(names), other=plain(other), names=listing([plain(name) for name in names]),
+    )  # fmt: skip
 
 
 @rule("G001", VALUE_RULES, harmless=lambda t: t.beside and not t.state and not t.shape)

@@ -1,13 +1,14 @@
-"""A matrix beside those of the same name in other layers: how far its norm is from theirs."""
+"""A matrix beside those of the same name in other layers: how far its norm is from theirs, and which it equals."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gonio.measuring.reading.order import SIBLINGS, families
+from gonio.measuring.reading.order import SIBLINGS, families, natural, parted
 from gonio.messages import say
 
 FACTOR = 10.0  # of the norm from the median of the siblings
@@ -105,3 +106,59 @@ def _median_without(ordered: list[float], value: float) -> float:
         return ordered[k + (k >= left_out)]
 
     return at(count // 2) if count % 2 else (at(count // 2 - 1) + at(count // 2)) / 2
+
+
+def copies(shapes: Mapping[str, tuple[int, ...]], marks: Mapping[str, str]) -> dict[tuple[str, str], list[str]]:
+    """Matrices that equal those of an earlier layer, by (layer, earlier layer).
+
+    At least half of a layer's matrices must be copies, or one alone of its whole family: tables that no training
+    changes, such as angles of positions, are alike in many layers. Siblings that are all alike are clones at their
+    start, or shared, and no copies.
+
+    Args:
+        shapes: of the matrices. marks: the same for matrices that are equal.
+
+    Example:
+        >>> from gonio.measuring.findings.siblings import copies
+        >>> shapes = {f"layers.{i}.{name}": (8, 8) for i in range(4) for name in ("up", "down")}
+        >>> copies(shapes, {name: name.replace("3", "2") for name in shapes})
+        {('layers.3', 'layers.2'): ['layers.3.up', 'layers.3.down']}
+    """
+    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    alone, layers = set(), Counter[str]()
+    for names in families(shapes, siblings=FEWEST):
+        alike = defaultdict(list)
+        for name in sorted(names, key=natural):
+            alike[marks[name]].append(name)
+            layers.update(_layers(name))
+        groups = [group for group in alike.values() if len(group) > 1 and not _all_of(group, names)]
+        for first, *others in groups:
+            for name in others:
+                found[_layer_of(name, first), _layer_of(first, name)].append(name)
+        if len(groups) == 1 and len(groups[0]) == 2:
+            alone.add(groups[0][1])
+    return {
+        pair: names for pair, names in found.items() if 2 * len(names) >= layers[pair[0]] or alone.issuperset(names)
+    }
+
+
+def _all_of(group: list[str], names: list[str]) -> bool:
+    """Whether a group is all of a family, or all of it with the same first numbers, as the experts of one layer."""
+    same = 0
+    while len({parted(name)[same] for name in group}) == 1:
+        same += 1
+    start = parted(group[0])[:same]
+    return sum(parted(name)[:same] == start for name in names) == len(group)
+
+
+def _layer_of(name: str, other: str) -> str:
+    """The name up to the first number that differs in the other one."""
+    parts = parted(name)
+    differs = next(place for place, pair in enumerate(zip(parts, parted(other), strict=True)) if len({*pair}) > 1)
+    return "".join(parts[: differs + 1])
+
+
+def _layers(name: str) -> list[str]:
+    """All layers that a tensor lies in: its name up to each number."""
+    parts = parted(name)
+    return ["".join(parts[: place + 1]) for place in range(1, len(parts), 2)]

@@ -36,6 +36,17 @@ def pattern_of(path: str) -> str:
     return _NUMBER.sub("*", path)
 
 
+def parted(name: str) -> list[str]:
+    """A name in parts, of which every second one is a number.
+
+    Example:
+        >>> from gonio.measuring.reading.order import parted
+        >>> parted("layers.31.mlp")
+        ['layers.', '31', '.mlp']
+    """
+    return _NUMBER.split(name)
+
+
 def is_matrix(shape: Sequence[int]) -> bool:
     """Whether more than one side is longer than 1; others are vectors, such as the bias of all channels of an image."""
     return sum(side > 1 for side in shape) > 1
