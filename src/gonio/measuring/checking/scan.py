@@ -188,6 +188,7 @@ def _mixed(words: Any) -> Any:
     return words ^ (words >> numpy.uint64(32))
 
 
+@cache
 def _bits_of(value: float, dtype: torch.dtype) -> int:
     """The bits of a positive number, which are ordered as the numbers are."""
     return int(torch.tensor(value, dtype=dtype).view(_BITS[dtype][0]))
