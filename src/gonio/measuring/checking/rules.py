@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from gonio.errors import listing
 from gonio.escaping import plain
@@ -90,7 +90,7 @@ def among_others(
             return t
         return replace(t, layer=is_layer(t), padding=padding_rows(t.shape, padding, tables))
 
-    placed = (replace(t, **asdict(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
+    placed = (replace(t, **vars(known[t.name])) if t.name in known and not t.beside else t for t in tensors)
     return tuple(map(with_rows, placed))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from math import inf, prod, sqrt
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ _BITS: dict[torch.dtype, tuple[torch.dtype, int, int]] = {  # integers of the sa
 }
 _PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
 _STEP = numpy.uint64(0x9E37_79B9_7F4A_7C15)  # odd: joins the hashes of the pieces of a long row
+_SMALL = 1 << 18  # bytes; with tensors below it threads wait for the interpreter most of the time
 _ALIGNMENT = 64  # bytes, of memory of torch
 _FINE = (1e-15, 1e15)  # the largest entry of a chunk whose squares are summed in float32
 
@@ -124,8 +125,9 @@ class TensorCheck:
 
 
 def scan_all(places: Sequence[Place], jobs: int, progress: Callable[[int, int], None] | None) -> list[TensorCheck]:
-    """The check of each tensor, by `jobs` threads; progress is (bytes done, bytes in all)."""
+    """The check of each tensor, by `jobs` threads, by one if they are small; progress is (bytes done, bytes in all)."""
     total, done, made = sum(place.size for place in places), 0, []
+    jobs = jobs if total > _SMALL * len(places) else 1
     # one thread of torch in each of ours
     with one_thread(), ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for place, found in zip(places, pool.map(partial(scan, together=1 if jobs == 1 else 4), places), strict=True):
@@ -142,10 +144,9 @@ def scan(place: Place, together: int = 1) -> TensorCheck:
     Args:
         together: chunks that are read at a time.
     """
-    known_of = {name: getattr(place, name) for name in ("name", "file", "dtype", "shape", "beside", "state", "reason")}
-    header = TensorCheck(**known_of)
+    header = {name: getattr(place, name) for name in ("name", "file", "dtype", "shape", "beside", "state", "reason")}
     if place.reason or not prod(place.shape):
-        return header
+        return TensorCheck(**header)
     # Dtypes that torch does not have (4 and 6 bits) are checked as bytes.
     known, entries = dtype_named(place.values or place.dtype), prod(place.shape)
     dtype = known or torch.uint8
@@ -163,8 +164,8 @@ def scan(place: Place, together: int = 1) -> TensorCheck:
                 read((first * columns + start) * dtype.itemsize, chunk.raw)
                 statistics.add(chunk, slice(first, last), start)
     except UnreadableFileError as error:
-        return replace(header, reason=str(error))
-    return statistics.result(header, factor)
+        return TensorCheck(**header | {"reason": str(error)})
+    return TensorCheck(**header, **statistics.result(place.shape, factor))
 
 
 def _pieces(rows: int, columns: int, together: int) -> Iterator[tuple[int, int, int, int]]:
@@ -309,48 +310,58 @@ class _Statistics:
             values = values.clone()
         self._squares += float(torch.dot(values, values))
 
-    def result(self, header: TensorCheck, factor: int) -> TensorCheck:
-        """The check of the tensor; a complex entry is two numbers (`factor`)."""
-        zero, constant, hashes = self._zero, self._constant & ~self._zero, self._hash
+    def result(self, shape: tuple[int, ...], factor: int) -> dict[str, Any]:
+        """The fields of :class:`TensorCheck`; a complex entry is two numbers (`factor`)."""
+        zero, constant = self._zero, self._constant & ~self._zero
         largest = _of_bits(self._largest, self._numbers) if self._floating else self._largest
-        found = replace(
-            header,
-            integers=not self._floating,
-            nonfinite=self._nonfinite,
-            negative=self._negative,
-            norm=sqrt(self._squares) if self._floating else None,
-            largest=largest,
-            zero=bool(zero.all()),
-            constant=bool(self._constant.all()) and bool((self._first == self._first[0]).all()),
-            fingerprint=_joined(hashes),
-        )
-        if not largest and is_mask(header.shape, self._nonfinite, self._minus):
-            return replace(found, nonfinite=0, mask=True, norm=None, largest=None)
+        found: dict[str, Any] = {
+            "integers": not self._floating,
+            "nonfinite": self._nonfinite,
+            "negative": self._negative,
+            "norm": sqrt(self._squares) if self._floating else None,
+            "largest": largest,
+            "zero": bool(zero.all()),
+            "constant": bool(self._constant.all()) and bool((self._first == self._first[0]).all()),
+            "fingerprint": _joined(self._hash),
+        }
+        if not largest and is_mask(shape, self._nonfinite, self._minus):
+            return found | {"nonfinite": 0, "mask": True, "norm": None, "largest": None}
         if self._place >= 0:
-            index = numpy.unravel_index(self._place // factor, header.shape)
-            found = replace(found, first_nonfinite=tuple(int(i) for i in index))
-        if len(zero) < 2 or not self._floating:
-            return found
-        other = numpy.flatnonzero(~zero & ~constant)
-        order = other[numpy.argsort(hashes[other], kind="stable")]
-        same = hashes[order[1:]] == hashes[order[:-1]]
-        starts = numpy.maximum.accumulate(numpy.where(same, 0, numpy.arange(1, len(order)))) if len(order) > 1 else same
-        equal = numpy.flatnonzero(same)
-        copies = numpy.column_stack((order[equal + 1], order[starts[equal]]))
-        copies = copies[numpy.argsort(copies[:, 0])][:LISTED]
-        special = numpy.flatnonzero(zero if zero.any() else constant)
-        return replace(
-            found,
-            rows=len(zero),
-            zero_rows=int(zero.sum()),
-            constant_rows=int(constant.sum()),
-            equal_rows=int(equal.size),
-            row=int(special[0]) if special.size else None,
-            pair=(int(copies[0, 1]), int(copies[0, 0])) if equal.size else None,
-            zero_indices=tuple(numpy.flatnonzero(zero)[:LISTED].tolist()),
-            constant_indices=tuple(numpy.flatnonzero(constant)[:LISTED].tolist()),
-            equal_pairs=tuple((row, earlier) for row, earlier in copies.tolist()),
-        )
+            found["first_nonfinite"] = tuple(int(i) for i in numpy.unravel_index(self._place // factor, shape))
+        if len(zero) > 1 and self._floating:
+            found |= {"rows": len(zero)} | _special(zero, constant) | _copies(self._hash, ~zero & ~constant)
+        return found
+
+
+def _special(zero: Any, constant: Any) -> dict[str, Any]:
+    """The rows that are 0, and those of one other value."""
+    zeros, constants = numpy.flatnonzero(zero), numpy.flatnonzero(constant)
+    first = zeros if zeros.size else constants
+    return {
+        "zero_rows": zeros.size,
+        "constant_rows": constants.size,
+        "row": int(first[0]) if first.size else None,
+        "zero_indices": tuple(zeros[:LISTED].tolist()),
+        "constant_indices": tuple(constants[:LISTED].tolist()),
+    }
+
+
+def _copies(hashes: Any, others: Any) -> dict[str, Any]:
+    """The rows that equal an earlier one, of those that are not special."""
+    rows = numpy.flatnonzero(others)
+    order = rows[numpy.argsort(hashes[rows], kind="stable")]
+    same = hashes[order[1:]] == hashes[order[:-1]]
+    equal = numpy.flatnonzero(same)
+    if not equal.size:
+        return {}
+    starts = numpy.maximum.accumulate(numpy.where(same, 0, numpy.arange(1, len(order))))
+    copies = numpy.column_stack((order[equal + 1], order[starts[equal]]))
+    copies = copies[numpy.argsort(copies[:, 0])][:LISTED].tolist()
+    return {
+        "equal_rows": equal.size,
+        "pair": (copies[0][1], copies[0][0]),
+        "equal_pairs": tuple((row, earlier) for row, earlier in copies),
+    }
 
 
 def _joined(hashes: Any) -> str:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from gonio.measuring.reading.order import SIBLINGS, families, natural, parted
 from gonio.messages import say
@@ -126,17 +127,20 @@ def copies(shapes: Mapping[str, tuple[int, ...]], marks: Mapping[str, str]) -> d
     """
     found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     alone, layers = set(), Counter[str]()
-    for names in families(shapes, siblings=FEWEST):
+    known = families(shapes, siblings=FEWEST)
+    for names in known:
         alike = defaultdict(list)
-        for name in sorted(names, key=natural):
+        for name in names:
             alike[marks[name]].append(name)
-            layers.update(_layers(name))
-        groups = [group for group in alike.values() if len(group) > 1 and not _all_of(group, names)]
+        several = [sorted(group, key=natural) for group in alike.values() if len(group) > 1]
+        groups = [group for group in several if not _all_of(group, names)]
         for first, *others in groups:
             for name in others:
                 found[_layer_of(name, first), _layer_of(first, name)].append(name)
         if len(groups) == 1 and len(groups[0]) == 2:
             alone.add(groups[0][1])
+    for name in chain.from_iterable(known) if found else ():
+        layers.update(_layers(name))
     return {
         pair: names for pair, names in found.items() if 2 * len(names) >= layers[pair[0]] or alone.issuperset(names)
     }
