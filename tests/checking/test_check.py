@@ -272,6 +272,27 @@ def test_one_file_shards_and_a_torch_file_are_equal(tmp_path: Path) -> None:
         assert all(k.intact for k in kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(1111, 1003), (3, 300_001)])
+def test_values_of_many_chunks_are_those_of_float64_with_any_number_of_threads(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Rows of odd lengths begin at any address, and one chunk has squares that float32 does not hold."""
+    tensors = {name: seeded(*shape, seed=seed).to(dtype) for seed, name in enumerate(("w", "other"))}
+    flat, (at, big, lost) = tensors["w"].view(-1), (40, 700_000, 400_000)
+    flat[at], flat[big] = 0.0, 1e17 if torch.finfo(dtype).max > 1e17 else 200.0
+    flat[[lost, lost + 99]] = torch.nan
+    expected = flat.double().nan_to_num(0.0)
+    checks = [gonio.check(tensors, jobs=jobs) for jobs in (1, 2)]
+    assert checks[0].tensors == checks[1].tensors
+    one, other = checks[0]["w"], checks[0]["other"]
+    assert (one.nonfinite, one.first_nonfinite) == (2, divmod(lost, shape[1]))
+    assert one.largest == float(expected.abs().max())
+    # sums of up to 2^17 squares in float32
+    assert one.norm == pytest.approx(float(expected.norm()), rel=1e-5)
+    assert other.norm == pytest.approx(float(tensors["other"].double().norm()), rel=1e-5)
+
+
 def test_damaged_places(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     cases: list[tuple[Callable[[dict[str, Any]], object], bytes, str]] = [

@@ -2,7 +2,7 @@
 
 A chunk of 2¹⁷ entries is read into a buffer that stays in the cache, and everything is computed from there. Several
 threads read four chunks at a time, because each call of NumPy or torch waits for the interpreter: with two threads
-that is 1.3 times as fast, with one it is slower. NaN, infinity and the largest entry come from one comparison of
+that is 1.4 times as fast, with one it is slower. NaN, infinity and the largest entry come from one comparison of
 integers: without its sign, a floating-point number is ordered as the integer with the same bits. Rows are the slices
 along the first dimension. Chunks depend on the shape alone, and squares are summed chunk by chunk, so that the result
 does not depend on the file, the alignment or the number of threads.
