@@ -222,6 +222,38 @@ def test_layers_that_are_alike_for_a_reason_are_no_copies(change: Callable[[Stat
     assert "G716" not in {code for code, _ in found(tensors)}
 
 
+def trained_blocks(count: int = 5) -> State:
+    """Blocks of a network as training leaves them: no gain, bias or statistic is 0."""
+    draw = torch.Generator().manual_seed(0)
+    state: State = {}
+    for block in range(count):
+        state[f"blocks.{block}.fc.weight"] = torch.randn(32, 32, generator=draw)
+        state[f"blocks.{block}.fc.bias"] = torch.randn(32, generator=draw) / 10
+        state[f"blocks.{block}.norm.weight"] = torch.rand(32, generator=draw) + 0.5
+        state[f"blocks.{block}.norm.running_var"] = torch.rand(32, generator=draw) + 0.5
+        state[f"blocks.{block}.gate"] = torch.rand((), generator=draw) + 0.5
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("norm.weight", "G709"), ("fc.bias", "G709"), ("norm.running_var", "G107"), ("gate", None)]
+)
+def test_a_vector_that_is_zero_beside_others_that_are_not_is_named(name: str, code: str | None) -> None:
+    assert gonio.check(trained_blocks()).findings == ()
+    state = trained_blocks()
+    state[f"blocks.2.{name}"].zero_()
+    found = [(f.code, f.path.removesuffix(".weight")) for f in gonio.check(state).findings]
+    assert found == ([] if code is None else [(code, f"blocks.2.{name}".removesuffix(".weight"))])
+
+
+@pytest.mark.parametrize(("count", "zeros"), [(5, (1, 2)), (5, range(5)), (3, (2,))])
+def test_vectors_of_which_several_are_zero_or_few_are_known_are_not_named(count: int, zeros: Sequence[int]) -> None:
+    state = trained_blocks(count)
+    for block in zeros:
+        state[f"blocks.{block}.norm.weight"].zero_()
+    assert gonio.check(state).findings == ()
+
+
 def test_a_negative_running_variance_is_an_error() -> None:
     norm = nn.BatchNorm2d(4)
     assert not found(norm.state_dict())

@@ -14,7 +14,12 @@ from messages.marked import SOURCE, has_words, marked
 
 GRAMMAR = {"are", "have", "has", "s", "turn"}  # fields that only English needs
 CATALOGUE: dict[str, str] = json.loads((SOURCE / "messages" / "zh.json").read_text(encoding="utf-8"))
-MARKED = marked()
+
+
+@pytest.fixture(scope="module", name="places")
+def places_of_texts() -> dict[str, str]:
+    """Each text, and the file that has it."""
+    return marked()
 
 
 def fields(template: str) -> dict[str, str]:
@@ -23,8 +28,8 @@ def fields(template: str) -> dict[str, str]:
     return {name: f"{kind or ''}:{form or ''}" for _, name, form, kind in found if name is not None}
 
 
-def test_no_text_lacks_a_translation() -> None:
-    missing = {text: place for text, place in MARKED.items() if text not in CATALOGUE}
+def test_no_text_lacks_a_translation(places: dict[str, str]) -> None:
+    missing = {text: place for text, place in places.items() if text not in CATALOGUE}
     assert not missing, "\n".join(f"{place}: {text}" for text, place in missing.items())
 
 
@@ -41,12 +46,12 @@ def test_no_text_lacks_a_translation() -> None:
         "A Vae for images of 8 × 8.",
     ],
 )
-def test_helps_titles_and_lists_are_held(text: str) -> None:
-    assert text in MARKED
+def test_helps_titles_and_lists_are_held(text: str, places: dict[str, str]) -> None:
+    assert text in places
 
 
-def test_no_translation_is_left_over() -> None:
-    assert [text for text in CATALOGUE if text not in MARKED] == []
+def test_no_translation_is_left_over(places: dict[str, str]) -> None:
+    assert [text for text in CATALOGUE if text not in places] == []
 
 
 def differing_fields(text: str, translation: str) -> set[str]:

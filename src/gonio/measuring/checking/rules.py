@@ -60,7 +60,7 @@ def of_files(problems: Iterable[Problem]) -> list[Finding]:
 def among_others(
     tensors: Sequence[TensorCheck], *, padding: tuple[int, ...] = USUAL_PADDING
 ) -> tuple[TensorCheck, ...]:
-    """The tensors of one file, each matrix with its distance from its siblings, and with what its rows are.
+    """The tensors of one file, each with its distance from its siblings, and with what its rows are.
 
     Args:
         padding: the rows that may be the padding of embeddings.
@@ -202,6 +202,8 @@ def _constant_rows(t: TensorCheck) -> str | None:
 
 @rule("G709", VALUE_RULES)
 def _stranger(t: TensorCheck) -> str | None:
+    if t.zero and holds_variances(t.name):  # G107 says it
+        return None
     return AmongSiblings(t.siblings, t.ratio, t.distance).found
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from gonio.measuring.reading.order import SIBLINGS, families, natural, parted
+from gonio.measuring.reading.order import SIBLINGS, families, families_of_vectors, natural, parted
 from gonio.messages import say
 
 FACTOR = 10.0  # of the norm from the median of the siblings
@@ -51,9 +51,10 @@ class AmongSiblings:
 
 
 def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, AmongSiblings]:
-    """The places of tensors that have at least three siblings, by name; vectors have none.
+    """The places of tensors that have at least three siblings, by name.
 
-    A tensor that is 0 beside others that are not has a place among two siblings already.
+    A matrix that is 0 beside others that are not has a place among two siblings already. A vector has a place only if
+    it is 0 beside three that are not: norms of biases and gains differ too much from layer to layer for more.
 
     Args:
         norms: name, shape and norm of each.
@@ -65,12 +66,15 @@ def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, Amo
         'its norm is 100 times the median of its 5 siblings of other layers, 92.1 times their spread away'
     """
     known = {name: (shape, norm) for name, shape, norm in norms}
-    return {
-        name: place
-        for names in families({name: shape for name, (shape, _) in known.items()}, siblings=FEWEST)
-        for name, place in zip(names, _among([known[name][1] for name in names]), strict=True)
-        if len(names) > SIBLINGS or place.ratio == 0
-    }
+    shapes = {name: shape for name, (shape, _) in known.items()}
+
+    def placed(alike: list[list[str]]) -> Iterator[tuple[str, AmongSiblings]]:
+        for names in alike:
+            yield from zip(names, _among([known[name][1] for name in names]), strict=True)
+
+    matrices, vectors = placed(families(shapes, siblings=FEWEST)), placed(families_of_vectors(shapes))
+    found = {name: place for name, place in matrices if place.siblings >= SIBLINGS or place.ratio == 0}
+    return found | {name: place for name, place in vectors if place.ratio == 0}
 
 
 def _among(norms: list[float]) -> list[AmongSiblings]:

@@ -12,6 +12,7 @@ from gonio.measuring.figures.moments import StateMeasurement, measure_states
 from gonio.measuring.findings.rules import Finding, FindingRule, findings_by, nonfinite_values, rule
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.optimizers import OptimizerContents
+from gonio.measuring.reading.order import is_matrix
 from gonio.messages import Message, counted, say
 
 STATE_RULES: dict[str, FindingRule[StateMeasurement]] = {}
@@ -26,9 +27,8 @@ ALONE = 0.9  # share of one entry in the sum of the second moments
 def among_states(rows: Iterable[StateMeasurement]) -> tuple[StateMeasurement, ...]:
     """The rows, those of matrices with their places among the same weight of other layers."""
     made = list(rows)
-    placed = places(
-        (row.name, row.shape, row.gradient_rms) for row in made if row.name and row.gradient_rms is not None
-    )
+    matrices = (row for row in made if row.name and is_matrix(row.shape))
+    placed = places((row.name, row.shape, row.gradient_rms) for row in matrices if row.gradient_rms is not None)
     return tuple(replace(row, **asdict(placed[row.name])) if row.name in placed else row for row in made)
 
 

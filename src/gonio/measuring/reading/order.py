@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from gonio.measuring.reading.opened import Problem
 from gonio.messages import counted, say
@@ -63,10 +63,35 @@ def families(shapes: Mapping[str, tuple[int, ...]], *, siblings: int = SIBLINGS)
         >>> families({"embed": (9, 2)} | {f"layers.{i}.up": (4, 2) for i in range(4)})
         [['layers.0.up', 'layers.1.up', 'layers.2.up', 'layers.3.up']]
     """
-    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    return _alike(((name, shape) for name, shape in shapes.items() if is_matrix(shape)), siblings)
+
+
+def families_of_vectors(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """The vectors that repeat so, beside tensors of the same shapes; single numbers are none.
+
+    The bias of a linear layer is no sibling of that of a convolution, whatever their names and lengths.
+
+    Example:
+        >>> from gonio.measuring.reading.order import families_of_vectors
+        >>> shapes = {f"{i}.{leaf}": shape for i in range(5) for leaf, shape in (("weight", (3, 3)), ("bias", (3,)))}
+        >>> families_of_vectors(shapes | {"4.weight": (3, 3, 1, 2)})
+        [['0.bias', '1.bias', '2.bias', '3.bias']]
+    """
+    modules: defaultdict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, shape in shapes.items():
-        if is_matrix(shape):
-            found.setdefault((pattern_of(name), shape), []).append(name)
+        module, _, leaf = name.rpartition(".")
+        modules[module].append((leaf, shape))
+    kinds: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
+    kind_of = {module: kinds.setdefault(tuple(sorted(own)), len(kinds)) for module, own in modules.items()}
+    vectors = (name for name, shape in shapes.items() if sum(side > 1 for side in shape) == 1)
+    return _alike(((name, (shapes[name], kind_of[name.rpartition(".")[0]])) for name in vectors), SIBLINGS)
+
+
+def _alike(tensors: Iterable[tuple[str, Hashable]], siblings: int) -> list[list[str]]:
+    """The names that are the same up to numbers, of tensors with the same properties."""
+    found: defaultdict[tuple[str, Hashable], list[str]] = defaultdict(list)
+    for name, properties in tensors:
+        found[pattern_of(name), properties].append(name)
     return [names for names in found.values() if len(names) > siblings]
 
 
