@@ -45,6 +45,10 @@ def saved(content: Any, *, zipped: bool = True) -> Callable[[Path], Path]:
     return make
 
 
+class Plain:
+    """An object of a class of a user."""
+
+
 class Runs:
     """A pickle that runs code where pickles are trusted."""
 
@@ -168,7 +172,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     "a pipe": (pipe, "it is a pipe or a device"),
     "a loop of links": (loop, "there is no such file"),
     "a device": (lambda _: Path("/dev/zero"), "it is a pipe or a device"),
-    "a folder called a file": (folder_called_file, "it holds no checkpoint"),
+    "a folder called a file": (folder_called_file, "it is empty"),
     "an unknown kind": (raw(b"x", ".xyz"), "its kind '.xyz' is not known"),
     "capitals": (raw(b"x", ".SAFETENSORS"), "is not known"),
     **{
@@ -176,10 +180,8 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
         for name, gadget in GADGETS.items()
         for zipped in (True, False)
     },
-    "a model and its class": (
-        saved(torch.nn.Linear(2, 2)),
-        r"an object of \S*Linear\. Code in a file is never run here",
-    ),
+    "a model and its class": (saved(torch.nn.Linear(2, 2)), Verdict("weight")),
+    "objects alone": (saved({"args": Plain()}), r"an object of \S*Plain\. Code in a file is never run here"),
     "a raw pickle": (raw(pickle.dumps(WELL), ".pt"), ONLY_DATA),
     "a list of tensors": (saved([torch.ones(2)]), "looks for named tensors"),
     "a number": (saved(3), "looks for named tensors"),

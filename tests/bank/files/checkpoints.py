@@ -275,8 +275,11 @@ TENSORS = {"a metric": torch.tensor(71.2), "class_weights": torch.ones(10), "rng
 CASES: dict[str, Case] = {
     "a state dict": Case("torch.save", saved(STATE)),
     "a state dict, old format": Case("torch.save", old_format),
-    "a whole model": Case(
-        "torch.save", saved(model, error=r"an object of \S*Sequential\. Code in a file is never run")),
+    "a whole model": Case("torch.save", saved(model)),
+    "whole models and their optimizer": Case(
+        "Ultralytics", saved(lambda: {"model": model(), "ema": model(1), "optimizer": of_optimizer(), "epoch": 3})),
+    "objects beside": Case(
+        "Lightning", saved({"state_dict": STATE, "hyper_parameters": {"loss": nn.MSELoss(), "act": nn.ReLU}})),
     "model.pth.tar with a metric that is a tensor": Case(
         IMAGENET, saved({"epoch": 3, "state_dict": STATE, "best_acc1": torch.tensor(7.0), "optimizer": STEPS},
                         name="model.pth.tar")),

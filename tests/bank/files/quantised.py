@@ -231,7 +231,7 @@ def of_torch(make: Callable[[], nn.Module], *names: str) -> Callable[[Path], Fil
 def recurrent(folder: Path) -> File:
     model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LSTM(8, 6)), {nn.LSTM}, dtype=torch.qint8)
     torch.save(model.state_dict(), folder / "q.pt")
-    return File(source=folder / "q.pt", error="more than tensors")
+    return File(source=folder / "q.pt", error="more than tensors and plain containers: an object of torch.QInt8Storage")
 
 
 int32, uint8 = torch.ones(8, 16, dtype=torch.int32), torch.ones(16, 8, dtype=torch.uint8)

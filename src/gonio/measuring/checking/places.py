@@ -42,7 +42,7 @@ from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
 from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
 from gonio.measuring.reading.state_dicts import holders, leaves, state_in
-from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, optimizer_files
+from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, of_module, optimizer_files
 from gonio.messages import say
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
@@ -350,7 +350,8 @@ def _of_content(content: Any, file: str) -> Inventory:
         problems += [Problem("G704", place.name, place.reason)] if place.damaged else []
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
     notes += [
-        _not_compared(content, [name for name in unknown if not any(one.startswith(f"{name}.") for one in starts)])
+        *of_module(state),
+        _not_compared(content, [name for name in unknown if not any(one.startswith(f"{name}.") for one in starts)]),
     ]
     notes = [note for note in notes if note]
     notes += [f"{others} other objects are not checked"] if others else []

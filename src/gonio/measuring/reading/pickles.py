@@ -1,8 +1,10 @@
-"""Pickles read as data: of a closed list of classes an inert record is made, and nothing is called.
+"""Pickles read as data: of an object an inert record is made, and nothing is called.
 
 Python's own unpickler in Python (`pickle._Unpickler`) with a closed list of opcodes. The one in C allocates what a
-pickle of a few bytes claims. `REDUCE`, `NEWOBJ` and `BUILD` here make and fill records, so that no class of the list
-has to be imported, and none of its methods runs.
+pickle of a few bytes claims. `REDUCE`, `NEWOBJ` and `BUILD` here make and fill records, so that no class has to be
+imported, and none of its methods runs. `REDUCE` calls whatever is named, as hostile pickles do: it is refused for all
+names but those of a closed list. `NEWOBJ` makes an object of a class, of another one only where the reader takes such
+records.
 
 An archive of torch is such a pickle and the bytes of its storages; it is read from any part of a file.
 """
@@ -31,6 +33,7 @@ _OPCODES = (  # noqa: SIM905
     "SHORT_BINBYTES BINBYTES EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET MARK TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND "
     "APPENDS SETITEM SETITEMS ADDITEMS FROZENSET BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL"
 ).split()
+MOST_ENTRIES = 1 << 20  # of the state of a module
 LARGEST_PICKLE = 1 << 30  # bytes; the metadata of a million pieces of tensors has 200 MB
 _ATTRIBUTE_DICTS = (  # Lightning's, of its versions
     "pytorch_lightning.utilities.parsing.AttributeDict",
@@ -103,25 +106,43 @@ OF_SETTINGS = frozenset(
         *(f"{module}.multiarray.{name}" for module in ("numpy.core", "numpy._core")
           for name in ("_reconstruct", "scalar")),
         *("numpy.dtype", "numpy.ndarray", "_codecs.encode"),
-        *("argparse.Namespace", "types.SimpleNamespace", "typing.Any"),
+        *("argparse.Namespace", "types.SimpleNamespace", "typing.Any", "functools.partial"),
+        *("collections.Counter", "collections.deque"),
     }
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Class:
-    """The name of a class or function on the closed list, in the place of the object itself."""
+    """The name of a class or function, in the place of the object itself; `known`: whether it is on the list."""
 
     name: str
+    known: bool = True
 
 
 @dataclass(eq=False)
 class Record:
-    """What a pickle says of an object: the name of its class, the arguments and the state."""
+    """What a pickle says of an object: the name of its class, the arguments, the state and the items.
+
+    Attributes:
+        known: whether the class is on the list.
+        items, values: of a subclass of dict, and of one of list or set.
+    """
 
     name: str
     args: tuple[Any, ...]
     state: Any = None
+    known: bool = True
+    items: dict[Any, Any] = field(default_factory=dict)
+    values: list[Any] = field(default_factory=list)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def append(self, value: Any) -> None:
+        self.values.append(value)
+
+    add = append  # lists and sets are filled one by one
 
     def __getitem__(self, key: str) -> Any:
         """An attribute of the object."""
@@ -140,6 +161,42 @@ def parts_of(value: Any) -> dict[str, StoredPart] | None:
     return {name: one for name, one in dict(facts).items() if isinstance(one, StoredPart)}
 
 
+class ModuleState(dict[str, Any]):
+    """The state dict of a module that was pickled whole; `name`: its class."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def state_of_module(value: Record) -> ModuleState | None:
+    """What the state dict of a pickled module has, from the tables of `torch.nn.Module`; None for another object.
+
+    Raises:
+        ValueError: if it has more entries than any model.
+    """
+    if not _is_module(value):
+        return None
+    found, left = ModuleState(value.name), [("", value)]
+    while left:
+        at, module = left.pop()
+        passing = module.state.get("_non_persistent_buffers_set", ())
+        buffers = {name: one for name, one in module.state["_buffers"].items() if name not in passing}
+        held = {f"{at}{name}": one for name, one in (module.state["_parameters"] | buffers).items() if one is not None}
+        found.update(held)
+        if len(found) + len(left) > MOST_ENTRIES:
+            raise ValueError(f"its modules have more than {MOST_ENTRIES} tensors")
+        children = [(f"{at}{name}.", one) for name, one in module.state["_modules"].items() if _is_module(one)]
+        left += reversed(children)
+    return found
+
+
+def _is_module(value: Any) -> bool:
+    tables = ("_parameters", "_buffers", "_modules")
+    state = value.state if isinstance(value, Record) else None
+    return isinstance(state, dict) and all(isinstance(state.get(table), dict) for table in tables)
+
+
 class _Unpickler(pickle._Unpickler):
     """The unpickler of opcodes that make plain data."""
 
@@ -149,9 +206,9 @@ class _Unpickler(pickle._Unpickler):
         getattr(pickle, code)[0]: pickle._Unpickler.dispatch[getattr(pickle, code)[0]] for code in _OPCODES
     }
 
-    def __init__(self, file: BinaryIO, allowed: Collection[str]) -> None:
+    def __init__(self, file: BinaryIO, allowed: Collection[str], *, objects: bool = False) -> None:
         super().__init__(file)
-        self._allowed, self._last = allowed, ""
+        self._allowed, self._objects, self._last = allowed, objects, ""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"
@@ -159,17 +216,28 @@ class _Unpickler(pickle._Unpickler):
         if isinstance(known, (torch.dtype, torch.layout)):
             return known
         if full not in self._allowed:
-            what = "a tensor of the subclass" if self._last == _WRAPPER else "an object of"
-            raise pickle.UnpicklingError(f"it holds {what} {plain(full, longest=200)}")
+            of_tensors = self._last == _WRAPPER
+            if of_tensors or not self._objects:
+                raise _refused(full, of_tensors)
+            return _Class(full, known=False)
         self._last = full
         return _Class(full)
 
-    def made(self) -> None:
-        """`REDUCE` and `NEWOBJ`."""
+    def object_made(self) -> None:
+        """`NEWOBJ`."""
+        if isinstance(made := self.stack[-2], _Class) and not made.known:
+            self.stack[-2:] = [Record(made.name, (), known=False)]
+        else:
+            self.called()
+
+    def called(self) -> None:
+        """`REDUCE`."""
         args = self.stack.pop()
         made = self.stack[-1]
         if not isinstance(made, _Class) or not isinstance(args, tuple):
             raise pickle.UnpicklingError("it calls what is no class of the list")
+        if not made.known:
+            raise _refused(made.name)
         if made.name == "torch.Size":
             self.stack[-1] = tuple(args[0])
         elif made.name in _CONTAINERS:
@@ -180,6 +248,8 @@ class _Unpickler(pickle._Unpickler):
             self.stack[-1] = StoredPart.of(args, args[6] if made.name == _WITH_DTYPE else None)
         elif made.name == _SUBCLASS and [getattr(one, "name", "") for one in args[:2]] == [_TENSOR, "torch.Tensor"]:
             self.stack[-1] = StoredPart.of(args[2])
+        elif made.name == _SUBCLASS and not getattr(args[1], "known", False):
+            raise _refused(getattr(args[1], "name", ""), of_tensors=True)
         else:
             self.stack[-1] = Record(made.name, args)
 
@@ -194,22 +264,33 @@ class _Unpickler(pickle._Unpickler):
     def stored(self) -> None:
         """`BINPERSID`: ("storage", class, key, location, entries)."""
         word, kind, key, _, _ = self.stack.pop()
+        if isinstance(kind, _Class) and not kind.known:  # of a quantised tensor
+            raise _refused(kind.name)
         if word != "storage" or not isinstance(kind, _Class) or kind.name not in STORAGES or not isinstance(key, str):
             raise pickle.UnpicklingError("it names a storage that is none of torch")
         self.append((STORAGES[kind.name], key))
 
-    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = made
+    dispatch[pickle.REDUCE[0]], dispatch[pickle.NEWOBJ[0]] = called, object_made
     dispatch[pickle.BUILD[0]] = filled
     dispatch[pickle.BINPERSID[0]] = stored
 
 
-def unpickled(file: BinaryIO, allowed: Collection[str]) -> Any:
+def _refused(name: str, of_tensors: bool = False) -> pickle.UnpicklingError:
+    what = "a tensor of the subclass" if of_tensors else "an object of"
+    return pickle.UnpicklingError(f"it holds {what} {plain(name, longest=200)}")
+
+
+def unpickled(file: BinaryIO, allowed: Collection[str], *, objects: bool = False) -> Any:
     """The content of a pickle as plain data and records.
+
+    Args:
+        allowed: the names of classes and functions of which records are made.
+        objects: whether records are made of objects of other classes too; other functions are never called.
 
     Raises:
         Exception: almost any for a damaged or hostile pickle, never with an effect.
     """
-    return _Unpickler(file, allowed).load()
+    return _Unpickler(file, allowed, objects=objects).load()
 
 
 # --- archives of torch -----------------------------------------------------------------------------------------------
@@ -263,6 +344,7 @@ class Archive:
     """An archive that `torch.save` wrote, in a part of a file.
 
     Attributes:
+        allowed, objects: as for :func:`unpickled`.
         content: what was saved, with a :class:`StoredPart` for each tensor.
     """
 
@@ -270,6 +352,7 @@ class Archive:
     begin: int = 0
     length: int | None = None
     allowed: Collection[str] = OF_TORCH
+    objects: bool = False
     content: Any = None
     _records: dict[str, zipfile.ZipInfo] = field(default_factory=dict)
 
@@ -289,7 +372,8 @@ class Archive:
             order = next((archive.read(info) for info in infos if info.filename == f"{home}byteorder"), b"little")
             if order != b"little":
                 raise ValueError("its numbers are stored with the highest byte first")
-            self.content = unpickled(io.BytesIO(archive.read(f"{home}data.pkl")), self.allowed)
+            pickled = io.BytesIO(archive.read(f"{home}data.pkl"))
+            self.content = unpickled(pickled, self.allowed, objects=self.objects)
 
     def holds(self, part: StoredPart) -> bool:
         """Whether a tensor's record has its bytes, and it has no more entries than they are."""

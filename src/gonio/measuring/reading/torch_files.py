@@ -24,12 +24,14 @@ from gonio.measuring.reading.pickles import (
     OF_SUBCLASSES,
     OF_TORCH,
     Archive,
+    ModuleState,
     Record,
     StoredPart,
     parts_of,
+    state_of_module,
 )
 from gonio.measuring.reading.state_dicts import Found, by_form, leaves, open_state, state_in
-from gonio.messages import say
+from gonio.messages import Message, say
 
 SUFFIXES = TORCH
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
@@ -87,10 +89,15 @@ def open_torch(path: Path, key: str = "") -> Opened:
     raw = optimizers_in(mapped.content, mapped.stored)
     prefix = found.prefix
     opened = open_state(found, raw, lambda name: mapped.read((*found.at, f"{prefix}{name}" if prefix else name)))
-    if classes:
-        told = say("not read: objects of {names}", names=listing(classes, limit=3))
-        opened = replace(opened, notes=(*opened.notes, told))
-    return opened
+    notes = [say("not read: objects of {names}", names=listing(classes, limit=3))] if classes else []
+    return replace(opened, notes=(*opened.notes, *notes, *of_module(found.whole)))
+
+
+def of_module(state: Any) -> tuple[Message, ...]:
+    """That a state dict was made from a module that was saved whole; none for another one."""
+    if not isinstance(state, ModuleState):
+        return ()
+    return (say("an object of {name} is read as its parameters and buffers, without its code", name=plain(state.name)),)
 
 
 def load_torch(path: Path) -> Any:
@@ -178,7 +185,7 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
         other = error
         if _CLASS.search(str(error)) and zipfile.is_zipfile(path):
             try:
-                return _beside_settings(path)
+                return _as_data(path)
             except Exception as raised:
                 other = raised
         try:
@@ -188,16 +195,18 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
         raise (misnamed(path) or UnreadableFileError(str(path), *why)) from error
 
 
-def _beside_settings(path: Path) -> Any:
-    """The content of an archive with objects of settings, which become records; its tensors are mapped into memory.
+def _as_data(path: Path) -> Any:
+    """The content of an archive with objects, which become records; its tensors are mapped into memory.
 
-    A tensor subclass under a name becomes the tensors that it is made of, under the keys that torchao gives them.
+    A module becomes its state dict, a subclass of dict or list the plain one, and a tensor subclass under a name the
+    tensors that it is made of, under the keys that torchao gives them.
 
     Raises:
-        Exception: almost any for another archive.
+        Exception: almost any for another archive, and for one that has no tensor beside its objects.
     """
-    archive = Archive(path, allowed=OF_TORCH | OF_SETTINGS | OF_SUBCLASSES)
+    archive = Archive(path, allowed=OF_TORCH | OF_SETTINGS | OF_SUBCLASSES, objects=True)
     file, storages = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size), {}
+    known: dict[int, Any] = {}  # containers that were read, so that one in many places is read once
 
     def tensor_of(part: StoredPart) -> Tensor:
         if not archive.holds(part):
@@ -216,11 +225,25 @@ def _beside_settings(path: Path) -> Any:
     def read(value: Any) -> Any:
         if isinstance(value, StoredPart):
             return tensor_of(value)
+        if id(value) not in known:
+            known[id(value)] = read_container(value)
+        return known[id(value)]
+
+    def read_container(value: Any) -> Any:
+        if isinstance(value, Record):
+            value = state_of_module(value) or value.items or value.values or value
         if isinstance(value, dict):
-            return {key: read(one) for name, held in value.items() for key, one in by_parts(name, held)}
+            made = ModuleState(value.name) if isinstance(value, ModuleState) else {}
+            made.update({key: read(one) for name, held in value.items() for key, one in by_parts(name, held)})
+            return made
         return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else value
 
-    return read(archive.content)
+    content = read(archive.content)
+    held = [one for _, one in leaves(content, _DEPTH)]
+    foreign = [one.name for one in held if isinstance(one, Record) and not one.known]
+    if foreign and not any(isinstance(one, Tensor) for one in held):
+        raise ValueError(f"it holds an object of {foreign[0]}")
+    return content
 
 
 def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
