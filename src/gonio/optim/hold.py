@@ -177,6 +177,7 @@ def hold_(
     with Edit(model, "hold_") as edit:
         edit.acts_on = list(real)
         for ref in refs:
+            edit.refuse_unwritable(_own(ref))
             _refuse_unfit(model, ref, norm)
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
             _learn_magnitudes_(edit, real, refs, magnitude_lr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from math import isfinite
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.memory import memory_key
 from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, check_range, closest
 from gonio.geometry.norms import whole
@@ -92,18 +93,18 @@ def init_(
     if depth_scaled is not None and not any(id(site.module.get_parameter(tensor)) in adding for site in found):
         do = "Select outputs of attention or of MLPs, or leave depth_scaled out."
         raise InvalidArgumentError("init_(depth_scaled=) divides layers that add to the stream", "none chosen", do)
-    with Edit(model, "init_") as edit:
+    with Edit(model, "init_", once=True) as edit:
         if traced and any(site.path not in gains for site in found):
             edit.note(say("the function's own gain where the following activation is not known"))
-        done: set[int] = set()
+        done: set[Hashable] = set()
         for site in found:
             weight = site.module.get_parameter(tensor)
-            if id(weight) in done:
+            if memory_key(weight) in done:
                 edit.changed(
                     site.path, joined([say("tied: initialised above"), _set_bias_(edit, site, tensor, bias, done)], "")
                 )
                 continue
-            done.add(id(weight))
+            done.add(memory_key(weight))
             own = {name: value for name, value in options.items() if not (traced and name == "gain")}
             shown = dict(own)
             if site.path in gains:
@@ -135,16 +136,16 @@ def _adding(model: nn.Module, found: Anatomy | None) -> tuple[set[int], int]:
     return {id(parameters[name]) for name in names}, len(found.attention) + len(found.mlps)
 
 
-def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep"], done: set[int]) -> str:
+def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep"], done: set[Hashable]) -> str:
     """Set the bias that belongs to a weight, once; what was done, for the table."""
     bias = site.module._parameters.get(tensor.replace("weight", "bias")) if "weight" in tensor else None
-    if value == "keep" or bias is None or id(bias) in done or bias.dim() != 1 or bias.is_meta:
+    if value == "keep" or bias is None or memory_key(bias) in done or bias.dim() != 1 or bias.is_meta:
         return ""
     shape = torch.empty(site.module.get_parameter(tensor).shape, device="meta")
     groups, filters, _ = matrix_view(shape, layout_of(site.module, tensor)).shape
     if bias.numel() != groups * filters:  # it is not added to the outputs of these filters
         return ""
-    done.add(id(bias))
+    done.add(memory_key(bias))
     edit.set_data_(bias, torch.full_like(bias, value))
     return say(", bias {value:g}", value=value)
 

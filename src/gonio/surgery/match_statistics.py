@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.memory import memory_key
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, modules_at, refuse_shards, select, sites, why_not
+from gonio.editing.where import Site, Where, left_out, modules_at, refuse_meta, refuse_shards, select, sites, why_not
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import say
@@ -77,6 +78,7 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
         raise InvalidArgumentError("match_statistics_ measures on batches", "no batch", "Pass at least one.")
     found = {site.path: site for site in select(model, where, verb="match_statistics_", can_act=can_act)}
     refuse_shards(model, "match_statistics_")
+    refuse_meta(model, "match_statistics_")
     norms = {site.path: site.module for site in sites(model)}
     with fitting(model, kept[0], say("a batch of {verb}", verb="match_statistics_")):
         norms_of = _norms_behind(model, kept[0])
@@ -97,7 +99,7 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
 
 def _sharing(model: nn.Module) -> set[str]:
     """The layers with a Parameter that another layer has, too."""
-    held = {site.path: {id(p) for p in site.module.parameters(recurse=False)} for site in sites(model)}
+    held = {site.path: {memory_key(p) for p in site.module.parameters(recurse=False)} for site in sites(model)}
     count = Counter(key for keys in held.values() for key in keys)
     return {path for path, keys in held.items() if any(count[key] > 1 for key in keys)}
 

@@ -71,6 +71,7 @@ def parametrize_(
             module, raw = site.module, site.module.get_parameter(tensor)
             parametrization = shared.setdefault(id(raw), copy.deepcopy(template))
             before, values = list(module.parameters()), [raw.detach().clone()]
+            edit.refuse_unwritable(raw)
             edit.snapshot_(module)
             edit.on_undo(partial(_restore_, raw, values))
             attach(module, tensor, parametrization)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Where, left_out, refuse_shards, select, sites
+from gonio.editing.where import Where, left_out, refuse_meta, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, near_duplicates, unview
 from gonio.geometry.chance import expected_pairs_above
@@ -89,6 +89,7 @@ def recycle_(model: nn.Module, *, example: Any = None, where: Where = None, weak
         raise InvalidArgumentError("recycle_ takes 0 <= weak < 1", f"{weak}", "Use for example 1e-3.")
     found = select(model, where, verb="recycle_", can_act=can_act)
     refuse_shards(model, "recycle_")
+    refuse_meta(model, "recycle_")
     same = SameFunction(model, example)
     evaluation, training = (trace(model, training=mode, dims=same.dims) for mode in (False, True))
     readers, others = output_channels(evaluation), output_channels(training)

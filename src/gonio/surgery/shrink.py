@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.memory import memory_key
 from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
@@ -71,16 +72,16 @@ def shrink_intruders_(
     refuse_flat_shards(model, "shrink_intruders_")
     weights = _tensors(base)
     found = select(model, where, verb="shrink_intruders_", can_act=can_act)
-    with Edit(model, "shrink_intruders_") as edit:
+    with Edit(model, "shrink_intruders_", once=True) as edit:
         missing: list[str] = []
-        done: set[int] = set()
+        done: set[Hashable] = set()
         for site in found:
             weight = site.module.get_parameter("weight")
             before = weights.get(f"{site.path}.weight" if site.path else "weight")
             if before is None or before.shape != weight.shape:
                 missing.append(site.path or "the model")
-            elif id(weight) not in done:
-                done.add(id(weight))
+            elif memory_key(weight) not in done:
+                done.add(memory_key(weight))
                 _shrink(edit, site, whole(before.detach()), factor, k, threshold)
         edit.note_stays(left_out(model, where, can_act=can_act))
         _note_missing(edit, "shrink_intruders_", missing, none=len(missing) == len(found))
@@ -127,9 +128,9 @@ def shrink_change_(
     refuse_flat_shards(model, "shrink_change_")
     weights = _tensors(base)
     found = select(model, where, verb="shrink_change_", can_act=can_interpolate)
-    with Edit(model, "shrink_change_") as edit:
+    with Edit(model, "shrink_change_", once=True) as edit:
         missing: list[str] = []
-        done: set[int] = set()
+        done: set[Hashable] = set()
         for site in found:
             names = []
             for name, parameter in site.module.named_parameters(recurse=False):
@@ -139,8 +140,8 @@ def shrink_change_(
                     missing.append(own)
                     continue
                 names.append(name)
-                if id(parameter) not in done:
-                    done.add(id(parameter))
+                if memory_key(parameter) not in done:
+                    done.add(memory_key(parameter))
                     edit.set_data_(parameter, _between(site, whole(before.detach()), whole(parameter.detach()), factor))
             if names:
                 what = joined(names, " and ")
