@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, expect_steps_, watch
-from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites, unwrapped
+from gonio.editing.twin import without_wrappers
+from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites
 from gonio.editing.wrappers import parameter_ids, real_optimizers
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, check_range
 from gonio.execution import several_ranks
@@ -129,7 +130,7 @@ def clip_qk_(
         clip = _Clip(model, chosen, float(limit))
         edit.on_undo(clip.end_)
         clip.begin_(optimizer, found)
-        named = dict(unwrapped(model).named_parameters())
+        named = dict(without_wrappers(model).named_parameters())
         parts = [part for block in chosen for head in block.query for part in head]
         expect_steps_(edit, optimizer, {part.tensor: named[part.tensor] for part in parts})
         for block in chosen:
@@ -179,7 +180,7 @@ def _chosen(
 ) -> tuple[list[Attention], dict[str, str]]:
     selector = as_selector(where)
     at = {site.path: site for site in sites(model)}
-    parameters = dict(unwrapped(model).named_parameters())
+    parameters = dict(without_wrappers(model).named_parameters())
     reasons = dict(found.unknown)
     used = Counter(part.tensor for block in found.attention for part in {p for head in block.query for p in head})
     for block in found.attention:
@@ -267,7 +268,7 @@ class _Clip:
         self._check_observed()
         if not self.last or not bool((torch.cat([values for _, values in self.last]) > self.limit).any()):
             return
-        parameters = dict(unwrapped(self._model).named_parameters())
+        parameters = dict(without_wrappers(self._model).named_parameters())
         for block, values in self.last:
             factors = _factors(values, self.limit)
             for head in (factors != 1).nonzero().flatten().tolist():

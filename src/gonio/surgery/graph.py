@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from gonio.editing.memory import memory_key
-from gonio.editing.twin import in_mode, twin_of
+from gonio.editing.twin import in_mode, twin_of, without_wrappers
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
@@ -57,7 +57,8 @@ class Graph:
     """The traced graph of a model; without nodes if it cannot be traced.
 
     Attributes:
-        model: the module that the paths start from: the model without compilation or parallelism around it.
+        model: the module that the paths start from: the model without compilation or parallelism around it and its
+            parts.
         nodes: the nodes of the `torch.fx` graph, in the order of execution.
         reason: why tracing failed; empty if it did not. stopped: path of the module whose forward could not be traced.
         measured: by path, the facts of layers of unknown type that follow a weighted layer.
@@ -361,11 +362,11 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
         >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
         ''
     """
-    model, tracer = unwrapped(model), _Tracer()
+    whole, model, tracer = unwrapped(model), without_wrappers(model), _Tracer()
     try:
         with _TRACING, state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
-            twin = twin_of(model)
+            twin = without_wrappers(twin_of(whole))
             if training is not None:
                 in_mode(twin, training=training)
             arguments = list(inspect.signature(twin.forward).parameters.values())[1:]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
-from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
+from gonio.editing.twin import without_wrappers
+from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select
 from gonio.errors import InvalidArgumentError, NotApplicableError, check_range, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view, why_not_dense
@@ -126,7 +127,7 @@ def _adding(model: nn.Module, found: Anatomy | None) -> tuple[set[int], int]:
     """The weights of layers that add to the residual stream, and the number of blocks that they end."""
     if found is None:
         return set(), 0
-    parameters = dict(unwrapped(model).named_parameters())
+    parameters = dict(without_wrappers(model).named_parameters())
     names = {part.tensor for block in found.attention for part in block.output} | {
         mlp.down.tensor for mlp in found.mlps
     }

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
-from gonio.editing.where import Site, Where, as_selector, left_out, refuse_flat_shards, select, sites, unwrapped
+from gonio.editing.twin import without_wrappers
+from gonio.editing.where import Site, Where, as_selector, left_out, refuse_flat_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.execution import loaded
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
@@ -166,7 +167,7 @@ def shrink_change_(
 
 
 def _tensors(base: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    state = unwrapped(base).state_dict() if isinstance(base, nn.Module) else base
+    state = without_wrappers(base).state_dict() if isinstance(base, nn.Module) else base
     found = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     described = child_name("") + "._extra_state"  # of a weight that is computed by gonio: what is stored is another one
     computed = {name.removesuffix(described) for name in found if name.endswith(described)}
