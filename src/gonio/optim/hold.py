@@ -132,7 +132,8 @@ def hold_(
             optimizer has a schedule already, or is in a wrapper with groups of its own; for shards that cut vectors.
         InvalidArgumentError: for other values of the arguments, and for an optimizer whose steps cannot be observed.
         NormNotHeldError: later, in one of the first steps or in `optimizer.state_dict()`: the norms are not held,
-            because something else than an observed step changes the weights.
+            because something else than an observed step changes the weights, or because steps compute them from copies
+            in float32, as optimizers for half precision do.
 
     Note:
         Weight decay of a held weight would only rescale its step. It is set to 0, and a note says so; weights that are
