@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -72,6 +73,7 @@ class Edit:
         self._once = once
         self._sharing: dict[int, list[Tensor]] | None = None  # of the parameters before the edit
         self.present = list(model.parameters())  # before the edit
+        self._modes = ExitStack()
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.acts_on: list[Any] = []  # optimizers: when they are gone, the edit is not in force any more
@@ -88,19 +90,23 @@ class Edit:
     def __enter__(self) -> Edit:
         refuse_flat_shards(self.model, self.verb)
         reshard_(self.model)
+        if torch.is_inference_mode_enabled() and not any(p.is_inference() for p in self.model.parameters()):
+            self._modes.enter_context(torch.inference_mode(False))  # what an edit adds is there to be trained
+            self._modes.enter_context(torch.no_grad())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            run_reversed(self._inverses)
-            return
-        try:
-            self._finish()
-        except BaseException:
-            run_reversed(self._inverses)
-            raise
+        with self._modes:
+            if error is not None:
+                run_reversed(self._inverses)
+                return
+            try:
+                self._finish()
+            except BaseException:
+                run_reversed(self._inverses)
+                raise
 
     def _finish(self) -> None:
         """Tell those that follow overwritten values, which may refuse."""
@@ -378,7 +384,7 @@ class _Place:
 
     def __call__(self) -> nn.Parameter | None:
         module = self.module()
-        found = None if module is None else module._parameters.get(self.name)
+        found = None if module is None else dict(module._parameters.items()).get(self.name)  # a scripted one has no get
         return found if id(found) == self.key else None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
@@ -127,10 +128,15 @@ def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
         for site in sites(plain):
             if why_not(site, can_act) is None:
                 hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path), prepend=True))
-            elif isinstance(site.module, _BatchNorm) and site.module.running_var is not None:
+            elif isinstance(site.module, _BatchNorm) and not _has_none_yet(site.module):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path), with_kwargs=True))
         call(plain, batch)
     return {layer: norm for layer, norm in pairs.items() if calls.count(layer) == calls.count(norm) == 1}
+
+
+def _has_none_yet(norm: _BatchNorm) -> bool:
+    """Whether a batch norm has no running statistics, or waits for its first input to make them."""
+    return norm.running_var is None or is_lazy(norm.running_var)
 
 
 @dataclass
