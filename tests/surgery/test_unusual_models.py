@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from catalog import seeded
 from gonio import init, optim
 from gonio import nn as gnn
 from gonio import parametrizations as P
-from gonio.errors import NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.surgery import Edited, convert_gradually_
 
 X = seeded(16, 6)
@@ -126,3 +127,32 @@ def test_a_lazy_norm_has_no_statistics_to_match() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d()).eval()
     with pytest.raises(NotApplicableError, match="no batch norm with running statistics gets its output"):
         gonio.match_statistics_(model, [X])
+
+
+def refusing(weight: torch.Tensor, *, layout: Any, generator: torch.Generator) -> torch.Tensor:
+    if weight.shape == (8, 8):
+        raise InvalidArgumentError("this function takes no square matrix", "one", "Pass another.")
+    return weight.fill_(1.0)
+
+
+@pytest.mark.parametrize("verb", ["init_", "lsuv_"])
+def test_an_error_of_a_function_of_weights_has_the_place(verb: str) -> None:
+    act = {"init_": lambda m: gonio.init_(m, refusing), "lsuv_": lambda m: gonio.lsuv_(m, X, function=refusing)}
+    model = network()
+    before = model[0].weight.clone()
+    with pytest.raises(InvalidArgumentError, match="takes no square matrix") as caught:
+        act[verb](model)
+    assert caught.value.__notes__ == ["at 2.weight"]
+    assert torch.equal(model[0].weight, before)
+
+
+def test_an_error_of_a_parametrization_has_the_place() -> None:
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Embedding(7, 6, sparse=True))
+    with pytest.raises(NotApplicableError, match="its gradients are sparse") as caught:
+        gonio.parametrize_(model, P.Sphere())
+    assert caught.value.__notes__ == ["at 1.weight"]
+    linear = nn.Sequential(nn.Linear(6, 4), nn.Embedding(7, 6, max_norm=1.0))
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    with pytest.raises(NotApplicableError, match="max_norm renormalises it") as caught:
+        optim.hold_(linear, optimizer, where="*", norm="filters", magnitude="learned")
+    assert caught.value.__notes__ == ["at 1.weight"]

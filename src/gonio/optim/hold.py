@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited, Refer, referrer
 from gonio.editing.steps import check_optimizer, expect_steps_, per_parameter, refuse_kept_list, take_out_
-from gonio.editing.where import Where, as_selector, asked_of, sites
+from gonio.editing.where import Where, as_selector, asked_of, at, sites
 from gonio.editing.wrappers import is_transparent, parameter_ids, real_optimizers, with_inner
 from gonio.errors import (
     AlreadyAppliedError,
@@ -422,7 +422,8 @@ def _learn_magnitudes_(
                 raise AlreadyAppliedError("hold_", ref.path, f"a parametrization of {ref.name!r}")
             edit.snapshot_(ref.module)
             norm = shared.get(id(raw))
-            attach(ref.module, ref.name, norm or shared.setdefault(id(raw), WeightNorm()))
+            with at(site, ref.name):
+                attach(ref.module, ref.name, norm or shared.setdefault(id(raw), WeightNorm()))
             if norm is None:
                 index = next(i for i, (_, g) in enumerate(groups) if any(p is raw for p in g["params"]))
                 gains.setdefault(index, []).extend(shared[id(raw)].parameters())

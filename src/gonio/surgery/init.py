@@ -15,7 +15,7 @@ from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
 from gonio.editing.twin import without_wrappers
-from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select
+from gonio.editing.where import Site, Where, at, left_out, refuse_flat_shards, select
 from gonio.errors import InvalidArgumentError, NotApplicableError, check_range, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view, why_not_dense
@@ -179,7 +179,8 @@ def _drawn(site: Site, tensor: str, function: Callable[..., Tensor], seed: int, 
     value = torch.empty_like(weight, requires_grad=False)
     names = (site.path,) if tensor == "weight" else (site.path, tensor)
     random = generator(seed, "init", *names)  # of the CPU: the same weights on every device
-    function(value, layout=layout_of(site.module, tensor), generator=random, **options)
+    with at(site, tensor):
+        function(value, layout=layout_of(site.module, tensor), generator=random, **options)
     padding = getattr(site.module, "padding_idx", None)
     if padding is not None:  # on the whole tensor: one row of a DTensor cannot be written
         drawn = whole(value).clone()

@@ -14,7 +14,7 @@ from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, refuse_meta, refuse_shards, select, sites
+from gonio.editing.where import Site, Where, at, left_out, refuse_meta, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters, layout_of, why_not_dense
 from gonio.messages import counted, say
@@ -90,7 +90,8 @@ def lsuv_(
             scaled.add(memory_key(weight))
             edit.set_data_(weight, weight)
             if function is not None:
-                function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
+                with at(site, "weight"):
+                    function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
             _scale_(edit, site, partial(_output_std, twin, layers[site.path], batch), tolerance, max_steps)
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
