@@ -167,7 +167,7 @@ class Edit:
         if others:
             why, do = say("it shares memory with {other}", other=self._name_of(others[0])), "Make them one, or give it"
         if why is not None:
-            do += " memory of its own: nn.Parameter(parameter.detach().clone())."
+            do += " memory of its own by .detach().clone()."
             raise NotApplicableError(self.verb, self._name_of(tensor), why, do)
 
     def _name_of(self, tensor: Tensor) -> str:
@@ -457,7 +457,9 @@ class _Undo:
         self._replaced = [site.module for site in edit._replaced]
         handed_on = [parameter for module in self._replaced for parameter in module.parameters()]
         here = {id(parameter) for parameter in model.parameters()}
-        self._parameters = [tensor for tensor in (*edit._values, *handed_on) if id(tensor) in here]
+        moved = [p for module in edit._classes for p in module._parameters.values() if p is not None]
+        self._parameters = [tensor for tensor in (*edit._values, *moved, *handed_on) if id(tensor) in here]
+        self._shapes = [(tensor, tensor.shape) for tensor in edit._values]
         # One Parameter per device and dtype that stays in the model: the replaced modules follow it.
         self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for parameter in model.parameters() if self._replaced else ():
@@ -498,6 +500,8 @@ class _Undo:
         here = {id(parameter) for parameter in model.parameters()}
         if any(id(tensor) not in here for tensor in self._parameters):
             return "a Parameter of the layers it changed is another object now (load_state_dict with assign=True?)"
+        if any(tensor.shape != shape for tensor, shape in self._shapes):
+            return "a tensor that it changed has another shape now"
         return None
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.geometry.views import why_not_dense
 from gonio.messages import joined, say
 from gonio.parametrizations.checkpoints import plain_state_dict, weights_of_hooks
-from gonio.parametrizations.mechanism import Parametrized, child_name, is_parametrized, parametrizations_of_torch
+from gonio.parametrizations.mechanism import Parametrized, child_name, parametrizations_of_torch
 from gonio.surgery.fold import removal_of_hook
 
 _ADAPTED = "peft.tuners.tuners_utils:BaseTunerLayer"
@@ -210,8 +210,12 @@ def _why_computed(site: Site, base: Mapping[str, Tensor]) -> str | None:
     module = site.module
     if isinstance(module, loaded(_ADAPTED)):
         return say("an adapter of peft computes its weight: merge and unload it first")
-    if parametrizations_of_torch(module) or is_parametrized(module):
-        return say("its weight is computed by a parametrization")
+    names = [
+        *parametrizations_of_torch(module),
+        *(module.parametrized_names if isinstance(module, Parametrized) else ()),
+    ]
+    if names:
+        return say("its {names} is computed by a parametrization", names=", ".join(names))
     for name in weights_of_hooks(module):
         mask, removal = module._buffers.get(f"{name}_mask"), removal_of_hook(module)
         if mask is None:
