@@ -13,7 +13,8 @@ from torch.optim import SGD, Optimizer
 import gonio
 from catalog import seeded
 from gonio import parametrizations as P
-from gonio.errors import InvalidArgumentError, NormNotHeldError, NotApplicableError
+from gonio.errors import InvalidArgumentError, NormNotHeldError, NotApplicableError, PendingRecipeError
+from gonio.recipes import Recipe
 
 
 def network(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -180,3 +181,33 @@ def test_an_optimizer_of_copies_is_told_from_one_of_another_model(verb: str, fla
         act[verb](optimizer)
     with pytest.raises(InvalidArgumentError, match="found an optimizer that holds none of them"):
         act[verb](SGD(nn.Linear(16, 32).parameters(), lr=0.1))
+
+
+def test_a_recipe_that_waits_for_an_optimizer_names_one_of_copies() -> None:
+    model = network()
+    recipe = Recipe.from_dict({"name": "held", "hold": {"where": "type:Linear", "radius": 1.0}})
+    applied = recipe.apply_(model)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    step = groups_exchanged(optimizer)
+    with pytest.raises(PendingRecipeError, match="found SGD, which was not handed over to it"):
+        train(model, step, 1)
+    with pytest.raises(InvalidArgumentError, match="found an optimizer that trains copies of them"):
+        applied.hold_(optimizer)
+    applied.undo_()
+
+
+def test_a_recipe_does_not_wait_for_the_optimizer_of_a_second_model() -> None:
+    model, second = network(), network()
+    recipe = Recipe.from_dict({"name": "held", "hold": {"where": "type:Linear", "radius": 1.0}})
+    applied = recipe.apply_(model)
+    train(second, SGD(second.parameters(), lr=0.1).step, 2)
+    applied.undo_()
+
+
+def test_an_optimizer_of_a_model_without_values_holds_none_of_the_parameters() -> None:
+    other = [nn.Linear(4, 4, device="meta").weight, nn.LazyLinear(4).weight, nn.Parameter(torch.zeros(0, 4))]
+    with pytest.raises(InvalidArgumentError, match="found an optimizer that holds none of them"):
+        gonio.hold_(network(), SGD(other, lr=0.1))
+    model = nn.Sequential(*network(), nn.LazyLinear(4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(InvalidArgumentError, match="found an optimizer that holds none of them"):
+        gonio.hold_(model, SGD(nn.Linear(4, 4).parameters(), lr=0.1))

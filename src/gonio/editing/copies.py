@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gonio.editing.memory import has_address
 from gonio.editing.wrappers import parameter_ids, with_inner
 
 _COMPARED = 64  # entries, of a copy that may be longer than the weight
@@ -77,16 +78,24 @@ def _rounds_to(copy: Any, weight: Tensor) -> bool:
     return wider and torch.equal(copy.detach().to(weight), weight)
 
 
-def holds_copies(optimizer: Any, weights: Iterable[Tensor]) -> bool:
+def holds_copies(optimizer: Any, weights: Iterable[Tensor], *, wider: bool = False) -> bool:
     """Whether the groups of an optimizer have other tensors that begin with the entries of a weight.
+
+    Args:
+        wider: whether only copies of a wider type count; others may be of a second model that began as this one did.
 
     Example:
         >>> from gonio.editing.copies import holds_copies
         >>> weight = torch.nn.Linear(8, 8, dtype=torch.bfloat16).weight
-        >>> holds_copies(torch.optim.SGD([weight.detach().float().flatten()], lr=0.1), [weight])
+        >>> holds_copies(torch.optim.SGD([weight.detach().float().flatten()], lr=0.1), [weight], wider=True)
         True
     """
-    there = [p.detach().flatten() for group in optimizer.param_groups for p in group["params"]]
-    starts = [(weight.numel(), weight.detach().flatten()[:_COMPARED]) for weight in weights]
+    there = [p.detach().flatten() for group in optimizer.param_groups for p in group["params"] if has_address(p)]
+    starts = [(weight.numel(), weight.detach().flatten()[:_COMPARED]) for weight in weights if has_address(weight)]
     told = [(size, start) for size, start in starts if len(start) > 1 and not bool((start == start[0]).all())]
-    return any(len(p) >= size and torch.equal(p[: len(start)].to(start), start) for size, start in told for p in there)
+    return any(
+        len(p) >= size and torch.equal(p[: len(start)].to(start), start)
+        for size, start in told
+        for p in there
+        if not wider or p.dtype.itemsize > start.dtype.itemsize
+    )

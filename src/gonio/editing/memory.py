@@ -25,13 +25,19 @@ def memory_key(tensor: Tensor) -> Hashable:
         >>> memory_key(a) == memory_key(a.detach()[:1])
         False
     """
-    if not _has_address(tensor):
+    if not has_address(tensor):
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _has_address(tensor: Tensor) -> bool:
-    """Whether it is an ordinary tensor with entries in memory: no shard, no quantised, lazy or fake one."""
+def has_address(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor with entries in memory: no shard, no quantised, lazy or fake one.
+
+    Example:
+        >>> from gonio.editing.memory import has_address
+        >>> has_address(torch.zeros(2)), has_address(torch.zeros(2, device="meta")), has_address(torch.zeros(0))
+        (True, False, False)
+    """
     if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     own = [base for base in type(tensor).__mro__ if base not in nn.Parameter.__mro__]
@@ -49,7 +55,7 @@ def overlapping(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
         ({}, [True])
     """
     found: dict[int, list[Tensor]] = {}
-    distinct = [each for each in {id(t): t for t in tensors}.values() if _has_address(each)]
+    distinct = [each for each in {id(t): t for t in tensors}.values() if has_address(each)]
     open_: list[Tensor] = []  # those that end behind the start of the next one
     for tensor in sorted(distinct, key=lambda each: each.data_ptr()):
         open_ = [each for each in open_ if _end(each) > tensor.data_ptr()]
@@ -90,7 +96,7 @@ def _bytes_of(taken: Tensor, tensor: Tensor, start: int) -> Tensor:
 
 def _overlaps_itself(tensor: Tensor) -> bool:
     """Whether several of its entries are one number in memory, as in an expanded tensor."""
-    if not _has_address(tensor) or tensor.is_contiguous():
+    if not has_address(tensor) or tensor.is_contiguous():
         return False
     reached = 0  # the last place that the smaller strides reach
     for stride, size in sorted((t, n) for n, t in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
