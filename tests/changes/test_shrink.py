@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from catalog import seeded
 from foreign import torchvision
 from gonio import parametrizations
+from gonio.editing.twin import copy_of
 from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.measuring import difference
-from gonio.surgery import parametrize_, shrink_change_, shrink_intruders_
+from gonio.surgery import Edited, parametrize_, shrink_change_, shrink_intruders_
 
 
 def pair(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -175,3 +179,101 @@ def test_a_weight_that_is_computed_is_left_out() -> None:
     assert [change.path for change in edited.changes] == ["1"]
     assert "0 stays: its weight is computed by a parametrization" in edited.notes
     assert torch.equal(tuned[0].weight, before)
+
+
+class Exp(nn.Module):
+    """A parametrization of a user."""
+
+    def forward(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw.exp()
+
+
+def of_a_user(layer: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(layer, "weight", Exp())
+
+
+def of_gonio(layer: nn.Module) -> None:
+    parametrize_(layer, parametrizations.Sphere())
+
+
+COMPUTED = {
+    "a parametrization of a user": (of_a_user, "its weight is computed by a parametrization"),
+    "gonio": (of_gonio, "its weight is computed by a parametrization"),
+    "weight norm": (nn.utils.parametrizations.weight_norm, "its weight is computed by a parametrization"),
+    "spectral norm": (nn.utils.parametrizations.spectral_norm, "its weight is computed by a parametrization"),
+    "orthogonal": (nn.utils.parametrizations.orthogonal, "its weight is computed by a parametrization"),
+    "old weight norm": (
+        nn.utils.weight_norm,
+        r"a hook of torch.nn.utils computes its weight: use remove_weight_norm()",
+    ),
+    "old spectral norm": (nn.utils.spectral_norm, "a hook of torch.nn.utils computes its weight: use remove_spectral"),
+}
+
+
+def changed(base: nn.Module) -> nn.Module:
+    tuned = copy_of(base)
+    with torch.no_grad():
+        for seed, parameter in enumerate(tuned.parameters()):
+            parameter += 0.5 * seeded(*parameter.shape, seed=seed).to(parameter)
+    return tuned
+
+
+@pytest.mark.filterwarnings("ignore:`?torch.nn.utils.weight_norm")
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_change_of_a_weight_that_is_computed_is_left_out(kind: str) -> None:
+    compute, why = COMPUTED[kind]
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+    compute(base[0])
+    base.eval()
+    tuned = changed(base)
+    before = {name: value.clone() for name, value in tuned.state_dict().items()}
+    edited = shrink_change_(tuned, base)
+    assert [change.path for change in edited.changes] == ["1"]
+    assert any(note.startswith("0 stays: ") and why in note for note in edited.notes), edited.notes
+    assert not any("original" in note or "weight_parametrization" in note for note in edited.notes)
+    for name, value in tuned.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith("0.")
+    edited.undo_()
+    with pytest.raises(NoMatchError, match=re.escape(why)):
+        shrink_change_(tuned, base, where="0*")
+
+
+def test_a_change_of_a_pruned_weight_is_scaled_where_the_masks_are_the_same() -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(6, 5)).double()
+    prune.random_unstructured(base[0], "weight", 7)
+    tuned = changed(base)
+    ends = [(layer.weight_orig * layer.weight_mask).detach() for layer in (base[0], tuned[0])]
+    shrink_change_(tuned, base, factor=0.25)
+    tuned(torch.zeros(1, 6, dtype=torch.float64))  # the hook computes the weight anew
+    torch.testing.assert_close(tuned[0].weight, ends[0] + 0.25 * (ends[1] - ends[0]), rtol=1e-12, atol=1e-12)
+    tuned[0].weight_mask[0] = 1 - tuned[0].weight_mask[0]
+    with pytest.raises(NoMatchError, match="its pruning mask is another one in the base"):
+        shrink_change_(tuned, base)
+
+
+@pytest.mark.parametrize("verb", [shrink_change_, shrink_intruders_], ids=lambda verb: verb.__name__)
+def test_the_factors_of_an_adapter_are_left_out(verb: Callable[..., Edited]) -> None:
+    torchvision()  # peft imports transformers, and that torchvision
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    base = peft.get_peft_model(network, peft.LoraConfig(target_modules=["0"], r=2))
+    tuned = changed(base)
+    before = {name: value.clone() for name, value in tuned.state_dict().items()}
+    edited = verb(tuned, base)
+    assert {change.path for change in edited.changes} <= {"base_model.model.1"}
+    note = "base_model.model.0 stays: an adapter of peft computes its weight: merge and unload it first"
+    assert [note for note in edited.notes if "model.0" in note] == [note]
+    assert all(torch.equal(tuned.state_dict()[name], before[name]) for name in before if "model.0" in name)
+
+
+def test_the_base_may_have_weights_that_gonio_computes() -> None:
+    base, tuned = pair(torch.float64)
+    effective = base[0].weight.detach().clone()
+    parametrize_(base, parametrizations.WeightNorm(), where="0")
+    with torch.no_grad():
+        base[0].weight_parametrization.magnitude *= 3
+    shrink_change_(tuned, base, where="0", factor=0.0)
+    torch.testing.assert_close(tuned[0].weight, 3 * effective, rtol=1e-12, atol=1e-12)

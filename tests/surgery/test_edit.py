@@ -225,3 +225,24 @@ def test_a_model_that_is_itself_one_layer(edits) -> None:
     for edited in reversed([edit(model) for edit in edits]):
         edited.undo_()
     assert_restored(before, Snapshot.of(model, seeded(4, 3)))
+
+
+def test_an_undo_does_not_bring_back_parameters_that_a_load_has_replaced() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    edited = gonio.parametrize_(model, gonio.parametrizations.Sphere())
+    state = {name: value + 1 if name == "0.weight" else value for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    loaded = model[0].weight.detach().clone()
+    with pytest.raises(UndoError, match="is another object now"):
+        edited.undo_()
+    assert torch.equal(model[0].weight, loaded)
+
+
+def test_an_undo_of_a_tensor_of_another_shape_is_refused_before_it_changes_others() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    edited = gonio.init_(model, gonio.init.orthogonal_)
+    model[0].weight.data = model[0].weight.data[:2].clone()
+    now = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UndoError, match="a tensor that it changed has another shape now"):
+        edited.undo_()
+    assert all(torch.equal(value, now[name]) for name, value in model.state_dict().items())

@@ -12,7 +12,7 @@ import gonio
 from catalog import VERBS, VerbCase
 from gonio import nn as gnn
 from gonio.editing.where import unwrapped
-from gonio.errors import NotApplicableError
+from gonio.errors import GonioError, NotApplicableError
 from gonio.surgery import calibrate_
 from laws.support import assert_near, over
 from laws.test_verbs import model_of
@@ -40,6 +40,59 @@ def test_an_edit_of_a_compiled_model_acts_on_its_next_call(case: VerbCase, compi
         assert_near(model(x), plain(x), torch.float32, what="output of the compiled model")
         edited.undo_()
         assert_near(model(x), before, torch.float32, what="output after the undo")
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return nn.DataParallel(model)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+@pytest.mark.parametrize("wrap", [replicated, averaged])
+@over([case for case in VERBS if case.name != "release_"])
+def test_an_edit_of_a_model_with_a_wrapped_part_is_that_without_the_wrapper(case: VerbCase, wrap) -> None:
+    part, x = model_of(case), case.inputs()
+    plain, model = nn.Sequential(copy.deepcopy(part)).eval(), nn.Sequential(wrap(part)).eval()
+    found = []
+    for each in (plain, model):
+        with torch.no_grad():
+            before = each(x).clone()
+        try:
+            edited = case.apply(each)
+        except GonioError as error:
+            found.append((str(error), before, before))
+            continue
+        with torch.no_grad():
+            found.append(({c.path for c in edited.changes}, each(x).clone(), before))
+            edited.undo_()
+            assert_near(each(x), before, torch.float32, what="output after the undo")
+    assert found[0][0] == found[1][0]
+    assert_near(found[1][1], found[0][1], torch.float32, what="output of the model with a wrapped part")
+
+
+def test_a_scale_that_a_norm_removes_is_known_inside_a_wrapped_part() -> None:
+    model = nn.Sequential(nn.DataParallel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(NotApplicableError, match=r"removes the learned gain \(here of 0\.0\)"):
+        gonio.hold_(model, optimizer, norm="filters", magnitude="learned")
+
+
+def test_a_filter_inside_a_layer_that_the_graph_does_not_open_stays_for_this_reason() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].linear1.weight[2].zero_()
+    with pytest.raises(NotApplicableError, match="linear1 2: it is inside of 0, which the graph shows as one"):
+        gonio.recycle_(model)
+
+
+def test_a_wrapper_with_hooks_is_not_looked_through() -> None:
+    part = nn.DataParallel(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    model = nn.Sequential(part, nn.Linear(3, 2))
+    assert gonio.surgery.activation_after(model) == {"0.0": "relu", "1": "linear"}
+    part.register_forward_hook(lambda module, inputs, output: -output)
+    assert gonio.surgery.activation_after(model) == {"1": "linear"}
 
 
 def test_a_compiled_layer_is_not_replaced_under_its_wrapper() -> None:

@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.memory import memory_key, overlapping, why_not_written
 from gonio.editing.where import (
     Site,
     is_replicated,
@@ -46,8 +48,12 @@ class Edit:
     the inverses in reverse order, so a verb that fails on the tenth layer leaves the first nine unchanged. An inverse
     sets what was recorded, so that it can run more than once.
 
+    Args:
+        once: whether the verb changes once what has several Parameters on the same entries in memory.
+
     Raises: NotApplicableError on entry for a model in FSDP 1; by the primitives that change more than values for a
-        sharded model; on exit if parameters of a model in DDP were added or removed.
+        sharded model, by those that change values for a tensor that cannot be written to or shares its memory; on exit
+        if parameters of a model in DDP were added or removed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -60,11 +66,14 @@ class Edit:
         'Linear'
     """
 
-    def __init__(self, model: nn.Module, verb: str) -> None:
+    def __init__(self, model: nn.Module, verb: str, *, once: bool = False) -> None:
         require_model(model, verb)
         self.model = model
         self.verb = verb
+        self._once = once
+        self._sharing: dict[int, list[Tensor]] | None = None  # of the parameters before the edit
         self.present = list(model.parameters())  # before the edit
+        self._modes = ExitStack()
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.acts_on: list[Any] = []  # optimizers: when they are gone, the edit is not in force any more
@@ -81,19 +90,23 @@ class Edit:
     def __enter__(self) -> Edit:
         refuse_flat_shards(self.model, self.verb)
         reshard_(self.model)
+        if torch.is_inference_mode_enabled() and not any(p.is_inference() for p in self.model.parameters()):
+            self._modes.enter_context(torch.inference_mode(False))  # what an edit adds is there to be trained
+            self._modes.enter_context(torch.no_grad())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            run_reversed(self._inverses)
-            return
-        try:
-            self._finish()
-        except BaseException:
-            run_reversed(self._inverses)
-            raise
+        with self._modes:
+            if error is not None:
+                run_reversed(self._inverses)
+                return
+            try:
+                self._finish()
+            except BaseException:
+                run_reversed(self._inverses)
+                raise
 
     def _finish(self) -> None:
         """Tell those that follow overwritten values, which may refuse."""
@@ -143,12 +156,35 @@ class Edit:
         """Record the inverse of a change; call it before the change is made."""
         self._inverses.append(inverse)
 
+    def refuse_unwritable(self, tensor: Tensor) -> None:
+        """Raise for a tensor that torch cannot write to, and for a Parameter that shares memory with another one."""
+        if self._sharing is None:
+            self._sharing = overlapping(self.present)
+        others = self._sharing.get(id(tensor), [])
+        if self._once:
+            others = [other for other in others if memory_key(other) != memory_key(tensor)]
+        why, do = why_not_written(tensor), "Give it"
+        if others:
+            why, do = say("it shares memory with {other}", other=self._name_of(others[0])), "Make them one, or give it"
+        if why is not None:
+            do += " memory of its own by .detach().clone()."
+            raise NotApplicableError(self.verb, self._name_of(tensor), why, do)
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """Of a Parameter or buffer of the model."""
+        for site in sites(self.model):
+            for name, own in (*site.module._parameters.items(), *site.module._buffers.items()):
+                if own is tensor:
+                    return f"{site.path}.{name}".removeprefix(".")
+        return ""
+
     def set_data_(self, tensor: Tensor, value: Tensor, *, unless: Callable[[], bool] | None = None) -> None:
         """Overwrite a Parameter or an optimizer's tensor in place; the tensor object stays the same.
 
         Args:
             unless: asked by the undo: if it is true, the tensor keeps the value that it has then.
         """
+        self.refuse_unwritable(tensor)
         before = tensor.detach().clone(memory_format=torch.preserve_format)
         self._values.append(tensor)
         self.on_undo(lambda: None if unless is not None and unless() else self.overwrite_(tensor, before))
@@ -156,6 +192,7 @@ class Edit:
 
     def set_buffer_(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Overwrite a buffer in place; the undo looks it up by name, because `model.to()` makes new buffers."""
+        self.refuse_unwritable(module.get_buffer(name))
         before = module.get_buffer(name).detach().clone(memory_format=torch.preserve_format)
         self.on_undo(lambda: self.overwrite_(module.get_buffer(name), before))
         self.overwrite_(module.get_buffer(name), value)
@@ -347,7 +384,7 @@ class _Place:
 
     def __call__(self) -> nn.Parameter | None:
         module = self.module()
-        found = None if module is None else module._parameters.get(self.name)
+        found = None if module is None else dict(module._parameters.items()).get(self.name)  # a scripted one has no get
         return found if id(found) == self.key else None
 
 
@@ -420,7 +457,9 @@ class _Undo:
         self._replaced = [site.module for site in edit._replaced]
         handed_on = [parameter for module in self._replaced for parameter in module.parameters()]
         here = {id(parameter) for parameter in model.parameters()}
-        self._parameters = [tensor for tensor in (*edit._values, *handed_on) if id(tensor) in here]
+        moved = [p for module in edit._classes for p in module._parameters.values() if p is not None]
+        self._parameters = [tensor for tensor in (*edit._values, *moved, *handed_on) if id(tensor) in here]
+        self._shapes = [(tensor, tensor.shape) for tensor in edit._values]
         # One Parameter per device and dtype that stays in the model: the replaced modules follow it.
         self._followed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for parameter in model.parameters() if self._replaced else ():
@@ -461,6 +500,8 @@ class _Undo:
         here = {id(parameter) for parameter in model.parameters()}
         if any(id(tensor) not in here for tensor in self._parameters):
             return "a Parameter of the layers it changed is another object now (load_state_dict with assign=True?)"
+        if any(tensor.shape != shape for tensor, shape in self._shapes):
+            return "a tensor that it changed has another shape now"
         return None
 
     @torch.no_grad()

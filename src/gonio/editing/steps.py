@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gonio.editing.copies import holds_copies
 from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
 from gonio.editing.wrappers import innermost, is_reported, is_transparent, parameter_ids, real_optimizers, with_inner
@@ -351,7 +352,7 @@ def check_optimizer(optimizer: Optimizer | None, model: nn.Module, verb: str) ->
         asked, found = say("{verb} needs an optimizer", verb=verb), shorten(repr(optimizer), 80, placeholder="…")
         raise InvalidArgumentError(asked, found, "Pass the optimizer built from this model's parameters.")
     if optimizer is not None and not parameter_ids(optimizer) & {id(p) for p in model.parameters()}:
-        raise _holds_none()
+        raise _holds_copies() if holds_copies(optimizer, model.parameters()) else _holds_none()
 
 
 def update_optimizer_(
@@ -443,6 +444,15 @@ def _holds_none() -> InvalidArgumentError:
         "optimizer= must hold the parameters of the layers that change",
         "an optimizer that holds none of them",
         "Pass the optimizer built from this model's parameters.",
+    )
+
+
+def _holds_copies() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "optimizer= must hold the parameters of the layers that change",
+        "an optimizer that trains copies of them, as in half precision by apex or DeepSpeed",
+        "Call it before copies are made if it changes the model once; what acts at each step needs an optimizer of the "
+        "parameters themselves, as a model in float32 under torch.autocast has it.",
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from gonio.editing.edit import run_reversed
-from gonio.editing.where import holds_original, is_sharded, run_eagerly, unwrapped
+from gonio.editing.where import adds_no_name, holds_original, is_sharded, run_eagerly, unwrapped
 from gonio.seeding import state_kept
 
 _NESTED = 4  # levels of lists and dicts in an attribute in which modules are found
@@ -64,6 +64,58 @@ def twin_of(model: nn.Module) -> nn.Module:
         for twin in (twins[id(module)] for module in parts):
             twin._modules.update({n: plain[id(c)] for n, c in twin._modules.items() if id(c) in plain})
     return compiled.get(id(model), twins[id(model)])
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """The model inside its wrappers, and without those around its parts, so that names of modules are their paths.
+
+    Where a part is wrapped, the modules around it are new ones with the same attributes; all others are the model's
+    own. A wrapper with forward hooks stays.
+
+    Example:
+        >>> from gonio.editing.twin import without_wrappers
+        >>> model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)), nn.ReLU())
+        >>> [name for name, _ in without_wrappers(model).named_parameters()], without_wrappers(model)[1] is model[1]
+        (['0.weight', '0.bias'], True)
+    """
+    made: dict[int, nn.Module] = {}
+    entered: set[int] = set()
+    stack = [model := unwrapped(model)]
+    while stack:  # children first, without recursion
+        module = stack[-1]
+        inside = _content(module)
+        children = [inside] if inside is not None else _children(module).values()
+        left = [child for child in children if id(child) not in made and id(child) not in entered]
+        if left and id(module) not in entered:
+            entered.add(id(module))
+            stack += left
+            continue
+        stack.pop()
+        if id(module) in made:
+            continue
+        if inside is not None:
+            made[id(module)] = made.get(id(inside), inside)
+            continue
+        now = {name: made.get(id(child), child) for name, child in _children(module).items()}
+        made[id(module)] = module
+        if any(child is not module._modules[name] for name, child in now.items()):
+            made[id(module)] = shell = object.__new__(type(module))
+            vars(shell).update(vars(module))
+            vars(shell)["_modules"] = {**module._modules, **now}
+    return made[id(model)]
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return {}
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def _content(wrapper: nn.Module) -> nn.Module | None:
+    """What a wrapper without forward hooks calls; None for another module."""
+    if wrapper._forward_hooks or wrapper._forward_pre_hooks:
+        return None
+    return next((child for name, child in _children(wrapper).items() if adds_no_name(wrapper, name)), None)
 
 
 def _lazy_buffers(model: nn.Module) -> dict[int, Any]:
@@ -164,7 +216,7 @@ def in_mode(model: nn.Module, *, training: bool) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Gives a twin of the model inside its wrappers, in evaluation mode.
+    """Gives a twin of the model without its wrappers, in evaluation mode.
 
     A sharded model runs itself, because the hooks that gather its shards refer to its own modules, and so does one
     with a function that refers to its modules by a global name; every module gets its own mode and buffers back. What
@@ -174,7 +226,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     devices = sorted({p.device.index for p in inner.parameters() if p.device.type == "cuda"})
     with state_kept(devices):
         if not is_sharded(inner) and not _named_globally(inner):
-            yield in_mode(twin_of(inner), training=False)
+            yield without_wrappers(in_mode(twin_of(inner), training=False))
         else:
             with _evaluating_itself(inner):
                 yield inner

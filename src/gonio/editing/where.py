@@ -6,8 +6,8 @@ import inspect
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.errors import GonioError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.execution import loaded
 from gonio.messages import say
 
@@ -315,6 +315,25 @@ class Site:
     def matches(self, selector: Callable[[str, nn.Module], bool]) -> bool:
         """Whether the selector takes this module under any of its paths."""
         return any(selector(path, self.module) for path in (self.path, *self.aliases))
+
+
+@contextmanager
+def at(site: Site, tensor: str = "") -> Iterator[None]:
+    """Adds the place to an error of what knows a layer or a weight alone.
+
+    Example:
+        >>> from gonio.editing.where import at
+        >>> with at(sites(nn.Sequential(nn.ReLU()))[1]):
+        ...     raise NotApplicableError("demo", "ReLU", "it has no weight", "Leave it out.")
+        Traceback (most recent call last):
+        gonio.errors.NotApplicableError: demo: cannot be applied to 'ReLU'; it has no weight. Leave it out.
+        at 0
+    """
+    try:
+        yield
+    except GonioError as error:
+        error.add_note(f"at {'.'.join(filter(None, (site.path, tensor))) or 'the model'}")
+        raise
 
 
 def sites(model: nn.Module) -> list[Site]:

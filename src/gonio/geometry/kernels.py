@@ -27,6 +27,8 @@ def rescaled(raw: Tensor, norms: Tensor) -> Tensor | None:
     derivative treats the norms as constants (gradgradcheck fails, torch 2.13): gradients that will be differentiated
     again are replaced by those of the formula.
     """
+    if not raw.numel():  # the kernel divides by the number of filters and ends the process (torch 2.13)
+        return None
     if raw.dim() == 4 and not raw.is_contiguous():  # channels_last: the order of a filter's entries does not matter
         found = rescaled(raw.permute(0, 2, 3, 1).contiguous(), norms)
         return None if found is None else found.permute(0, 3, 1, 2)

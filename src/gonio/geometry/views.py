@@ -134,6 +134,8 @@ def why_not_dense(tensor: Tensor | None) -> str | None:
         return None
     if is_lazy(tensor):
         return "it is lazy; run one batch first"
+    if tensor.numel() == 0:
+        return "its weight has no entries"
     if tensor.is_complex():
         return "its weight is complex"
     if tensor.layout is not torch.strided:
@@ -142,7 +144,8 @@ def why_not_dense(tensor: Tensor | None) -> str | None:
     own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not nn.Parameter
     if own and not is_sharded(tensor) and not kind.__module__.startswith("torch._subclasses"):
         return f"its weight is stored as {kind.__name__}, whose entries cannot be set"
-    return None if tensor.is_floating_point() else f"its weight is quantised to {str(tensor.dtype)[6:]}"
+    computed = tensor.is_floating_point() and tensor.dtype.itemsize > 1  # torch computes with no float of 8 bits
+    return None if computed else f"its weight is quantised to {str(tensor.dtype)[6:]}"
 
 
 def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: View = "filters") -> Tensor:

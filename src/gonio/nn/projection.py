@@ -87,4 +87,6 @@ def cannot_project(module: nn.Module) -> str | None:
         return "its output depends on the norm of its filters until its gradual conversion has ended"
     if module._parameters.get("weight") is not module.weight:
         return "its weight is computed by a parametrization"
+    if module.weight.is_meta:
+        return "its weight is on the meta device"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gonio.editing.copies import Copies
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.steps import check_optimizer, expect_steps_, watch
-from gonio.editing.where import Where, as_selector, asked_of, is_replicated, refuse_shards, sites, unwrapped
-from gonio.editing.wrappers import parameter_ids, real_optimizers
+from gonio.editing.steps import Sum, check_optimizer, differ, expect_steps_, sum_of, watch
+from gonio.editing.twin import without_wrappers
+from gonio.editing.where import Where, as_selector, asked_of, holds_original, is_replicated, refuse_shards, sites
+from gonio.editing.wrappers import parameter_ids, real_optimizers, with_inner
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, check_range
 from gonio.execution import several_ranks
 from gonio.messages import counted, say
@@ -95,7 +97,8 @@ def clip_qk_(
             which have no scale; logits with a cap or with a bias of positions; weights that are held or are not in the
             optimizer; a module of several products.
         NotApplicableError: if `where` selects one that cannot be clipped; for sharded parameters; in one of the first
-            steps, if no logit was observed, and if several processes train a model that is not the one replicated.
+            steps, if no logit was observed, if several processes train a model that is not the one replicated, and if
+            steps compute the weights from copies in float32, as optimizers for half precision do.
         AlreadyAppliedError: if a selected attention is clipped already.
         InvalidArgumentError: for a limit that is not positive, and as :func:`gonio.surgery.anatomy` and
             :func:`gonio.hold_`.
@@ -129,7 +132,7 @@ def clip_qk_(
         clip = _Clip(model, chosen, float(limit))
         edit.on_undo(clip.end_)
         clip.begin_(optimizer, found)
-        named = dict(unwrapped(model).named_parameters())
+        named = dict(without_wrappers(model).named_parameters())
         parts = [part for block in chosen for head in block.query for part in head]
         expect_steps_(edit, optimizer, {part.tensor: named[part.tensor] for part in parts})
         for block in chosen:
@@ -179,11 +182,14 @@ def _chosen(
 ) -> tuple[list[Attention], dict[str, str]]:
     selector = as_selector(where)
     at = {site.path: site for site in sites(model)}
-    parameters = dict(unwrapped(model).named_parameters())
+    parameters = dict(without_wrappers(model).named_parameters())
     reasons = dict(found.unknown)
     used = Counter(part.tensor for block in found.attention for part in {p for head in block.query for p in head})
+    compiled = [f"{site.path}." for site in sites(model) if site.path and holds_original(site.module)]
     for block in found.attention:
         why = _why_not(block, parameters, trained)
+        if any(f"{block.path}.".startswith(path) for path in compiled):
+            why = say("it is inside of a compiled part, which does not call its modules")
         if why is None and any(used[part.tensor] > block.heads for head in block.query for part in head):
             why = say("another attention has the same weights")
         if why is not None:
@@ -240,9 +246,13 @@ class _Clip:
         self._observed: list[_Observe] = []
         self._ends: list[Any] = []
         self._steps, self._seen = 0, False
+        self._copies = Copies(_UNSEEN)
+        self._sums: dict[str, Sum] = {}  # of weights that the optimizer does not have
+        self._optimizer: Callable[[], Any] = lambda: None
 
     def begin_(self, optimizer: Optimizer, found: Anatomy) -> None:
         """Observe the forwards of the blocks' modules, and the optimizer's steps."""
+        self._optimizer = weakref.ref(optimizer)
         self._observed = [_Observe(block, self.limit, weakref.ref(optimizer)) for block in self.blocks]
         self._ends += observing(self._observed, {site.path: site.module for site in sites(self._model)}, found)
         self._ends.append(watch(optimizer, after=self._after, verb="clip_qk_"))
@@ -255,6 +265,14 @@ class _Clip:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer) -> None:
+        parameters = dict(without_wrappers(self._model).named_parameters())
+        apart = self._refuse_copies(parameters, self._optimizer() or optimizer)
+        self._clip(parameters)
+        self._sums = {name: sum_of(weight) for name, weight in apart.items()}
+        for weight in parameters.values():
+            self._copies.left(weight)
+
+    def _clip(self, parameters: Mapping[str, nn.Parameter]) -> None:
         seen = [(each.block, each.taken()) for each in self._observed]
         if several_ranks():
             if not is_replicated(self._model):
@@ -267,7 +285,6 @@ class _Clip:
         self._check_observed()
         if not self.last or not bool((torch.cat([values for _, values in self.last]) > self.limit).any()):
             return
-        parameters = dict(unwrapped(self._model).named_parameters())
         for block, values in self.last:
             factors = _factors(values, self.limit)
             for head in (factors != 1).nonzero().flatten().tolist():
@@ -276,6 +293,23 @@ class _Clip:
                     factor = math.sqrt(factor)
                     _scale_(parameters, block.key[block.groups[head]], factor)
                 _scale_(parameters, block.query[head], factor)
+
+    def _refuse_copies(self, parameters: Mapping[str, nn.Parameter], optimizer: Any) -> dict[str, nn.Parameter]:
+        """Raise where the next step undoes a clip, as it computes weights from copies; the weights without a group."""
+        known = set[int]().union(*map(parameter_ids, with_inner(optimizer)))
+        names = dict.fromkeys(part.tensor for block in self.blocks for head in block.query for part in head)
+        weights = {name: parameters[name] for name in names if name in parameters}
+        apart = {name: weight for name, weight in weights.items() if id(weight) not in known}
+        for name, weight in weights.items():
+            why = ""
+            if name in apart and name in self._sums and differ(self._sums[name], sum_of(weight)):
+                why = say("it changes, and the parameter groups of the optimizer do not have it any more")
+            elif name not in apart and (where := self._copies.of(weight, optimizer)):
+                why = say("each step computes it from a copy in a wider type ({where}), and undoes a clip", where=where)
+            if why:
+                do = "Train the weights themselves, in float32 under torch.autocast, instead of copies of them."
+                raise NotApplicableError("clip_qk_", name, why, do)
+        return apart
 
     def _check_observed(self) -> None:
         """Nothing was observed in the first steps: a clip without effect is said to be one."""

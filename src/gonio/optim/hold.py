@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited, Refer, referrer
 from gonio.editing.steps import check_optimizer, expect_steps_, per_parameter, refuse_kept_list, take_out_
-from gonio.editing.where import Where, as_selector, asked_of, sites
+from gonio.editing.where import Where, as_selector, asked_of, at, sites
 from gonio.editing.wrappers import is_transparent, parameter_ids, real_optimizers, with_inner
 from gonio.errors import (
     AlreadyAppliedError,
@@ -132,7 +132,8 @@ def hold_(
             optimizer has a schedule already, or is in a wrapper with groups of its own; for shards that cut vectors.
         InvalidArgumentError: for other values of the arguments, and for an optimizer whose steps cannot be observed.
         NormNotHeldError: later, in one of the first steps or in `optimizer.state_dict()`: the norms are not held,
-            because something else than an observed step changes the weights.
+            because something else than an observed step changes the weights, or because steps compute them from copies
+            in float32, as optimizers for half precision do.
 
     Note:
         Weight decay of a held weight would only rescale its step. It is set to 0, and a note says so; weights that are
@@ -177,6 +178,7 @@ def hold_(
     with Edit(model, "hold_") as edit:
         edit.acts_on = list(real)
         for ref in refs:
+            edit.refuse_unwritable(_own(ref))
             _refuse_unfit(model, ref, norm)
         if magnitude is not None:  # first: the gains keep the function, whatever the radius
             _learn_magnitudes_(edit, real, refs, magnitude_lr)
@@ -420,7 +422,8 @@ def _learn_magnitudes_(
                 raise AlreadyAppliedError("hold_", ref.path, f"a parametrization of {ref.name!r}")
             edit.snapshot_(ref.module)
             norm = shared.get(id(raw))
-            attach(ref.module, ref.name, norm or shared.setdefault(id(raw), WeightNorm()))
+            with at(site, ref.name):
+                attach(ref.module, ref.name, norm or shared.setdefault(id(raw), WeightNorm()))
             if norm is None:
                 index = next(i for i, (_, g) in enumerate(groups) if any(p is raw for p in g["params"]))
                 gains.setdefault(index, []).extend(shared[id(raw)].parameters())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gonio.editing.copies import Copies
 from gonio.editing.edit import Edit, Follower, Ref, follow_
 from gonio.editing.optimizer_states import KEPT_RADIUS
 from gonio.editing.steps import watch
@@ -25,6 +26,7 @@ Step = Literal["free", "fixed"]
 STEPS = ("free", "fixed")
 KEY = "gonio_hold"  # in the state dict of an optimizer that has no state of a held weight yet
 CHECKED = 3  # the first steps, after which the norms are measured
+_WITHOUT_COPIES = "Train the weights themselves, in float32 under torch.autocast, instead of copies of them"
 
 
 @dataclass(eq=False)
@@ -132,6 +134,7 @@ class Hold:
         self._follows: dict[int, Follower] = {}
         self._ends: list[Callable[[], None]] = []
         self._steps = 0  # that were observed
+        self._copies = Copies(CHECKED)
         self._loaded: dict[str, Tensor] = {}
 
     def active(self, key: int) -> HeldWeight | None:
@@ -213,6 +216,7 @@ class Hold:
         for group in optimizer.param_groups:
             mine = self._mine(group)
             moved = [weight for weight in mine if weight.moved()]
+            self._refuse_copies(moved, optimizer)
             for weight in moved:
                 weight.trained = True
                 self._take_radius(optimizer, weight)
@@ -223,11 +227,11 @@ class Hold:
                     project_(alike)
             for weight in mine:
                 weight.before = None
+                self._copies.left(weight.parameter)
             for weight in moved:
                 self._keep_radius(optimizer, weight)
         self._steps += 1
-        if self._steps <= CHECKED:
-            self._check_held()
+        self._check_held()
 
     def _settled(self, optimizer: Optimizer) -> None:
         """A wrapper such as Lookahead changes weights after the step of the optimizer in it."""
@@ -302,16 +306,29 @@ class Hold:
 
     # a promise that is watched
 
-    def _check_held(self) -> None:
-        """After one of the first steps: every weight that it changed has its norm, and others do not change.
+    def _refuse_copies(self, moved: Sequence[HeldWeight], optimizer: Optimizer) -> None:
+        """An optimizer that computes weights from copies of its own takes no notice of a projection."""
+        given = self._given()
+        for weight in moved:
+            if where := self._copies.of(weight.parameter, optimizer if given is None else given):
+                found = f"each step computes it from a copy in a wider type ({where}), which keeps a norm of its own"
+                raise NormNotHeldError(weight.label, found, _WITHOUT_COPIES)
 
-        Trainers that keep copies of the weights (DeepSpeed) put these into the groups, and write to the weights later.
+    def _check_held(self) -> None:
+        """After one of the first steps, every weight that it changed has its norm; others do not change in any step.
+
+        Trainers that keep copies of the weights (DeepSpeed) put these into the groups, and write to the weights later,
+        which may change no entry of a weight in half precision for many steps.
         """
         given = self._given()
         known = set().union(*map(parameter_ids, [*self._optimizers(), *([] if given is None else [given])]))
         for key, weight in self._active.items():
-            copied = key not in known and weight.there() is weight.parameter and weight.changed()
-            if copied or (weight.had_gradient and weight.off() > weight.tolerance):
+            wrong = self._steps <= CHECKED and weight.had_gradient and weight.off() > weight.tolerance
+            if key not in known and weight.there() is weight.parameter and (weight.changed() or wrong):
+                found = "it changes, and the parameter groups of the optimizer do not have it any more"
+                do = f"{_WITHOUT_COPIES}, or call hold_ after whatever replaces its parameter groups"
+                raise NormNotHeldError(weight.label, found, do)
+            if wrong:
                 raise NormNotHeldError(
                     weight.label,
                     "its norm changed in a step, which did not reach it in the parameter groups of the optimizer",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.memory import memory_key
 from gonio.editing.where import Site
 from gonio.errors import NotApplicableError
 from gonio.geometry.views import Layout, layout_of, matrix_view
@@ -56,7 +57,7 @@ class WeightRef:
     @property
     def key(self) -> tuple[object, ...]:
         """What two references to the same numbers have in common."""
-        return tuple(map(id, self.parameters()))
+        return tuple(map(memory_key, self.parameters()))
 
     @property
     def frozen(self) -> bool:

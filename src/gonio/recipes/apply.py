@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from gonio.editing.copies import holds_copies
 from gonio.editing.edit import Ref, referrer
 from gonio.editing.steps import watch
 from gonio.editing.wrappers import parameter_ids, real_optimizers
@@ -258,7 +259,8 @@ class Handover:
 
 
 def _refuse(recipe: str, parameters: list[Ref], optimizer: Optimizer) -> None:
-    """Raise in the step of an optimizer that has parameters of a model whose recipe still waits."""
-    held = parameter_ids(optimizer)
-    if any((p := ref()) is not None and id(p) in held for ref in parameters):
+    """Raise in the step of an optimizer that has parameters of a model whose recipe still waits, or copies of them."""
+    held, there = parameter_ids(optimizer), [p for ref in parameters if (p := ref()) is not None]
+    half = [p for p in there if p.dtype.itemsize < 4]
+    if any(id(p) in held for p in there) or holds_copies(optimizer, half, wider=True):
         raise PendingRecipeError(recipe, type(optimizer).__name__)

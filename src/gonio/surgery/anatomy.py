@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.twin import without_wrappers
 from gonio.editing.where import require_model, unwrapped
 from gonio.errors import first_line
 from gonio.execution import derivatives
@@ -87,7 +88,7 @@ def _found_in(model: nn.Module, example: Any) -> Anatomy:
     inner = unwrapped(model)
     given = generated_example(inner) if example is None else example
     with torch.inference_mode(False), torch.enable_grad():
-        return _taken_apart(inner, record(inner, given))
+        return _taken_apart(without_wrappers(inner), record(inner, given))
 
 
 def _taken_apart(model: nn.Module, run: Recording) -> Anatomy:

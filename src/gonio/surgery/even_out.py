@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.memory import memory_key
 from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites, why_not
 from gonio.errors import listing
 from gonio.geometry import layout_of, matrix_view, unview
@@ -60,12 +61,13 @@ def even_out_(model: nn.Module, *, where: Where = None) -> Edited:
     refuse_shards(model, "even_out_")
     found = select(model, where, verb="even_out_", can_act=can_act)
     everything = [site for site in sites(model) if why_not(site, can_act) is None]
-    with Edit(model, "even_out_") as edit, torch.no_grad():
-        done: set[int] = set()
+    with Edit(model, "even_out_", once=True) as edit, torch.no_grad():
+        done: set[Hashable] = set()
         for site in found:
-            if id(site.module._parameters.get("weight")) in done:
+            key = memory_key(site.module.get_parameter("weight"))
+            if key in done:
                 continue
-            done.add(id(site.module._parameters.get("weight")))
+            done.add(key)
             others = [other.module for other in everything if other.module is not site.module]
             said = (_even_norm if _is_norm(site.module) else _even_layer)(edit, site, others)
             if said:
@@ -84,6 +86,9 @@ def can_act(module: nn.Module) -> str | None:
     """
     if _is_norm(module) or has_filters(module) is None or _is_table(module):
         return None
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.is_meta:
+        return say("its weight is on the meta device")
     return say("it is no linear or convolutional layer, no embedding, and no norm with a gain")
 
 

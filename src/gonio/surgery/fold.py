@@ -138,9 +138,7 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
     owners = Counter(id(p) for m in edit.model.modules() for p in m._parameters.values() if p is not None)
     inside: set[int] = set()  # parts of parametrizations, which may be parametrized themselves, fold with them
     for site in chosen:
-        hooked, stored = weights_of_hooks(site.module), site.module._parameters
-        removal = next((do for name in hooked for end, do in _HOOKED.items() if f"{name}{end}" in stored), None)
-        if removal is not None:
+        if (removal := removal_of_hook(site.module)) is not None:
             stay[site.path] = say("a hook of torch.nn.utils computes its weight: use {removal}", removal=removal)
         lists = parametrizations_of_torch(site.module)
         if not lists or id(site.module) in inside:
@@ -154,6 +152,12 @@ def _fold_parametrizations_of_torch_(edit: Edit, chosen: list[Site], stay: dict[
             stay[site.path] = reasons[0]
         else:
             _remove_parametrizations_(edit, site, lists)
+
+
+def removal_of_hook(module: nn.Module) -> str | None:
+    """What removes the hook of `torch.nn.utils` that computes a weight of a layer; None if there is no such hook."""
+    stored = module._parameters
+    return next((do for n in weights_of_hooks(module) for end, do in _HOOKED.items() if f"{n}{end}" in stored), None)
 
 
 def _value(found: parametrize.ParametrizationList) -> Tensor:

@@ -11,7 +11,7 @@ import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from gonio.editing.twin import in_mode, twin_of
+from gonio.editing.memory import memory_key
+from gonio.editing.twin import in_mode, twin_of, without_wrappers
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
@@ -56,7 +57,8 @@ class Graph:
     """The traced graph of a model; without nodes if it cannot be traced.
 
     Attributes:
-        model: the module that the paths start from: the model without compilation or parallelism around it.
+        model: the module that the paths start from: the model without compilation or parallelism around it and its
+            parts.
         nodes: the nodes of the `torch.fx` graph, in the order of execution.
         reason: why tracing failed; empty if it did not. stopped: path of the module whose forward could not be traced.
         measured: by path, the facts of layers of unknown type that follow a weighted layer.
@@ -97,13 +99,13 @@ class Graph:
         return dict(Counter(path for path, _, _ in self.calls()))
 
     @cached_property
-    def _owners(self) -> Counter[int]:
-        """For the `id` of each Parameter: under how many names modules have registered it."""
-        return Counter(id(p) for m in self.model.modules() for p in m._parameters.values() if p is not None)
+    def _owners(self) -> Counter[Hashable]:
+        """For each Parameter, by its place in memory: under how many names modules have registered it."""
+        return Counter(memory_key(p) for m in self.model.modules() for p in m._parameters.values() if p is not None)
 
     def shares_parameters(self, module: nn.Module) -> bool:
         """Whether another layer has one of the module's own Parameters."""
-        return any(self._owners[id(p)] > 1 for p in module._parameters.values() if p is not None)
+        return any(self._owners[memory_key(p)] > 1 for p in module._parameters.values() if p is not None)
 
     @cached_property
     def read_outside(self) -> dict[int, str]:
@@ -205,7 +207,9 @@ class Graph:
         found: dict[str, bool] = {}
         for path, module, node in self.calls():
             weight = module._parameters.get("weight")
-            if computes_as(module, WEIGHTED) and self._owners[id(weight)] == 1 and id(weight) not in self.read_outside:
+            if weight is None or not computes_as(module, WEIGHTED):
+                continue
+            if self._owners[memory_key(weight)] == 1 and id(weight) not in self.read_outside:
                 has_bias = module._parameters.get("bias") is not None
                 after = [self.facts(user) for user in value_users(node)]
                 removed = bool(after) and all(f.removes_shift if has_bias else f.removes_scale for f in after)
@@ -358,11 +362,11 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
         >>> trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).reason
         ''
     """
-    model, tracer = unwrapped(model), _Tracer()
+    whole, model, tracer = unwrapped(model), without_wrappers(model), _Tracer()
     try:
         with _TRACING, state_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch.fx, about defaults that it cannot check
-            twin = twin_of(model)
+            twin = without_wrappers(twin_of(whole))
             if training is not None:
                 in_mode(twin, training=training)
             arguments = list(inspect.signature(twin.forward).parameters.values())[1:]

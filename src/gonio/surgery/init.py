@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from math import isfinite
 from typing import Any, Literal
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
+from gonio.editing.memory import memory_key
+from gonio.editing.twin import without_wrappers
+from gonio.editing.where import Site, Where, at, left_out, refuse_flat_shards, select
 from gonio.errors import InvalidArgumentError, NotApplicableError, check_range, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view, why_not_dense
@@ -92,18 +94,18 @@ def init_(
     if depth_scaled is not None and not any(id(site.module.get_parameter(tensor)) in adding for site in found):
         do = "Select outputs of attention or of MLPs, or leave depth_scaled out."
         raise InvalidArgumentError("init_(depth_scaled=) divides layers that add to the stream", "none chosen", do)
-    with Edit(model, "init_") as edit:
+    with Edit(model, "init_", once=True) as edit:
         if traced and any(site.path not in gains for site in found):
             edit.note(say("the function's own gain where the following activation is not known"))
-        done: set[int] = set()
+        done: set[Hashable] = set()
         for site in found:
             weight = site.module.get_parameter(tensor)
-            if id(weight) in done:
+            if memory_key(weight) in done:
                 edit.changed(
                     site.path, joined([say("tied: initialised above"), _set_bias_(edit, site, tensor, bias, done)], "")
                 )
                 continue
-            done.add(id(weight))
+            done.add(memory_key(weight))
             own = {name: value for name, value in options.items() if not (traced and name == "gain")}
             shown = dict(own)
             if site.path in gains:
@@ -125,7 +127,7 @@ def _adding(model: nn.Module, found: Anatomy | None) -> tuple[set[int], int]:
     """The weights of layers that add to the residual stream, and the number of blocks that they end."""
     if found is None:
         return set(), 0
-    parameters = dict(unwrapped(model).named_parameters())
+    parameters = dict(without_wrappers(model).named_parameters())
     names = {part.tensor for block in found.attention for part in block.output} | {
         mlp.down.tensor for mlp in found.mlps
     }
@@ -135,16 +137,16 @@ def _adding(model: nn.Module, found: Anatomy | None) -> tuple[set[int], int]:
     return {id(parameters[name]) for name in names}, len(found.attention) + len(found.mlps)
 
 
-def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep"], done: set[int]) -> str:
+def _set_bias_(edit: Edit, site: Site, tensor: str, value: float | Literal["keep"], done: set[Hashable]) -> str:
     """Set the bias that belongs to a weight, once; what was done, for the table."""
     bias = site.module._parameters.get(tensor.replace("weight", "bias")) if "weight" in tensor else None
-    if value == "keep" or bias is None or id(bias) in done or bias.dim() != 1 or bias.is_meta:
+    if value == "keep" or bias is None or memory_key(bias) in done or bias.dim() != 1 or bias.is_meta:
         return ""
     shape = torch.empty(site.module.get_parameter(tensor).shape, device="meta")
     groups, filters, _ = matrix_view(shape, layout_of(site.module, tensor)).shape
     if bias.numel() != groups * filters:  # it is not added to the outputs of these filters
         return ""
-    done.add(id(bias))
+    done.add(memory_key(bias))
     edit.set_data_(bias, torch.full_like(bias, value))
     return say(", bias {value:g}", value=value)
 
@@ -177,7 +179,8 @@ def _drawn(site: Site, tensor: str, function: Callable[..., Tensor], seed: int, 
     value = torch.empty_like(weight, requires_grad=False)
     names = (site.path,) if tensor == "weight" else (site.path, tensor)
     random = generator(seed, "init", *names)  # of the CPU: the same weights on every device
-    function(value, layout=layout_of(site.module, tensor), generator=random, **options)
+    with at(site, tensor):
+        function(value, layout=layout_of(site.module, tensor), generator=random, **options)
     padding = getattr(site.module, "padding_idx", None)
     if padding is not None:  # on the whole tensor: one row of a DTensor cannot be written
         drawn = whole(value).clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gonio import init
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.memory import memory_key
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites
+from gonio.editing.where import Site, Where, at, left_out, refuse_meta, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters, layout_of, why_not_dense
 from gonio.messages import counted, say
@@ -71,24 +72,26 @@ def lsuv_(
     if function is not None:
         check_function("lsuv_", function, {})
     refuse_shards(model, "lsuv_")
+    refuse_meta(model, "lsuv_")
     found = select(model, where, verb="lsuv_", can_act=can_act)
-    with Edit(model, "lsuv_") as edit, evaluating(model) as twin, torch.no_grad():
+    with Edit(model, "lsuv_", once=True) as edit, evaluating(model) as twin, torch.no_grad():
         layers = {site.path: site.module for site in sites(twin)}
         with fitting(model, batch, "lsuv_(batch=)"):
             ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
         for site in found:
             if site not in ordered:
                 edit.note(say("{path} did not run on the batch: left as it was", path=site.path))
-        scaled: set[int] = set()
+        scaled: set[Hashable] = set()
         for site in ordered:
             weight: Tensor = site.module.weight  # type: ignore[assignment]
-            if id(weight) in scaled:
+            if memory_key(weight) in scaled:
                 edit.changed(site.path, say("tied: scaled above"))
                 continue
-            scaled.add(id(weight))
+            scaled.add(memory_key(weight))
             edit.set_data_(weight, weight)
             if function is not None:
-                function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
+                with at(site, "weight"):
+                    function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
             _scale_(edit, site, partial(_output_std, twin, layers[site.path], batch), tolerance, max_steps)
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.memory import memory_key
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, left_out, modules_at, refuse_shards, select, sites, why_not
+from gonio.editing.where import Site, Where, left_out, modules_at, refuse_meta, refuse_shards, select, sites, why_not
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import say
@@ -77,6 +79,7 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
         raise InvalidArgumentError("match_statistics_ measures on batches", "no batch", "Pass at least one.")
     found = {site.path: site for site in select(model, where, verb="match_statistics_", can_act=can_act)}
     refuse_shards(model, "match_statistics_")
+    refuse_meta(model, "match_statistics_")
     norms = {site.path: site.module for site in sites(model)}
     with fitting(model, kept[0], say("a batch of {verb}", verb="match_statistics_")):
         norms_of = _norms_behind(model, kept[0])
@@ -97,7 +100,7 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
 
 def _sharing(model: nn.Module) -> set[str]:
     """The layers with a Parameter that another layer has, too."""
-    held = {site.path: {id(p) for p in site.module.parameters(recurse=False)} for site in sites(model)}
+    held = {site.path: {memory_key(p) for p in site.module.parameters(recurse=False)} for site in sites(model)}
     count = Counter(key for keys in held.values() for key in keys)
     return {path for path, keys in held.items() if any(count[key] > 1 for key in keys)}
 
@@ -125,10 +128,15 @@ def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
         for site in sites(plain):
             if why_not(site, can_act) is None:
                 hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path), prepend=True))
-            elif isinstance(site.module, _BatchNorm) and site.module.running_var is not None:
+            elif isinstance(site.module, _BatchNorm) and not _has_none_yet(site.module):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path), with_kwargs=True))
         call(plain, batch)
     return {layer: norm for layer, norm in pairs.items() if calls.count(layer) == calls.count(norm) == 1}
+
+
+def _has_none_yet(norm: _BatchNorm) -> bool:
+    """Whether a batch norm has no running statistics, or waits for its first input to make them."""
+    return norm.running_var is None or is_lazy(norm.running_var)
 
 
 @dataclass

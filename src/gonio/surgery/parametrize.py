@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
-from gonio.editing.where import Site, Where, left_out, refuse_shards, select, sites, unwrapped
+from gonio.editing.where import Site, Where, at, left_out, refuse_shards, select, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters, why_not_dense
 from gonio.messages import say
@@ -71,9 +71,11 @@ def parametrize_(
             module, raw = site.module, site.module.get_parameter(tensor)
             parametrization = shared.setdefault(id(raw), copy.deepcopy(template))
             before, values = list(module.parameters()), [raw.detach().clone()]
+            edit.refuse_unwritable(raw)
             edit.snapshot_(module)
             edit.on_undo(partial(_restore_, raw, values))
-            attach(module, tensor, parametrization)
+            with at(site, tensor):
+                attach(module, tensor, parametrization)
             if raw.is_meta or torch.equal(values[0], raw):  # attaching left it: an undo keeps what training makes of it
                 values.clear()
             edit.changed(site.path, f"{tensor} = {parametrization}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Where, left_out, refuse_shards, select, sites
+from gonio.editing.where import Where, left_out, refuse_meta, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, near_duplicates, unview
 from gonio.geometry.chance import expected_pairs_above
@@ -89,6 +89,7 @@ def recycle_(model: nn.Module, *, example: Any = None, where: Where = None, weak
         raise InvalidArgumentError("recycle_ takes 0 <= weak < 1", f"{weak}", "Use for example 1e-3.")
     found = select(model, where, verb="recycle_", can_act=can_act)
     refuse_shards(model, "recycle_")
+    refuse_meta(model, "recycle_")
     same = SameFunction(model, example)
     evaluation, training = (trace(model, training=mode, dims=same.dims) for mode in (False, True))
     readers, others = output_channels(evaluation), output_channels(training)
@@ -106,7 +107,8 @@ def recycle_(model: nn.Module, *, example: Any = None, where: Where = None, weak
             why: str = evaluation.reason and say(
                 "the model cannot be traced ({reason})", reason=fixed(evaluation.reason)
             )
-            why = why or _why_not(readers.get(path), others.get(path))
+            around = next((each for each in evaluation.call_counts if path.startswith(f"{each}.")), "")
+            why = why or _why_not(readers.get(path), others.get(path), around)
             done = _Recycled(readers[path], faults, values) if not why else None
             for reason, filters in ({why: faults.all} if done is None else done.stay).items():
                 stay[f"{site.path} {listing([str(i) for i in filters], limit=3)}".strip()] = reason
@@ -151,8 +153,10 @@ def can_act(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not(evaluation: OutputChannels | None, training: OutputChannels | None) -> str:
+def _why_not(evaluation: OutputChannels | None, training: OutputChannels | None, around: str) -> str:
     """Why the layers that read a layer's channels are not known; empty if they are."""
+    if evaluation is None and around:
+        return say("it is inside of {around}, which the graph shows as one layer", around=around)
     if evaluation is None:
         return say("the layer does not run")
     if evaluation.why:

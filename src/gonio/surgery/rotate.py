@@ -82,6 +82,10 @@ def rotate_(
     if same.input is None:
         why = say("what can turn is found by running the model, and {why}", why=same.why)
         raise NotApplicableError("rotate_", "", why, "Pass example=.", action="turn")
+    edit = Edit(model, "rotate_")
+    for parameter in model.parameters():
+        if parameter.is_inference():  # what can turn is found with gradients
+            edit.refuse_unwritable(parameter)
     found = turns_of(unwrapped(model), same.input, frozenset(what))
     if not found.able:
         left = [
@@ -92,7 +96,7 @@ def rotate_(
         none = say("it has no attention, and no stream that a norm reads")
         raise NotApplicableError("rotate_", "", reasons or none, "Leave this model as it is.", action="turn")
     random = generator(seed, "rotate_")
-    with Edit(model, "rotate_") as edit, torch.no_grad():
+    with edit, torch.no_grad():
         said: dict[str, dict[str, list[str]]] = {}
         for each in found.able:
             matrices = [_matrix(each, turn, random) for _ in each.slots]

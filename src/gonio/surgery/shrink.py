@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.where import Site, Where, left_out, refuse_flat_shards, select, unwrapped
+from gonio.editing.memory import memory_key
+from gonio.editing.twin import without_wrappers
+from gonio.editing.where import Site, Where, as_selector, left_out, refuse_flat_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
+from gonio.execution import loaded
 from gonio.geometry import intruder_dimensions, layout_of, matrix_view, unview
 from gonio.geometry.norms import whole
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD
 from gonio.geometry.views import why_not_dense
 from gonio.messages import joined, say
+from gonio.parametrizations.checkpoints import plain_state_dict, weights_of_hooks
+from gonio.parametrizations.mechanism import Parametrized, child_name, parametrizations_of_torch
+from gonio.surgery.fold import removal_of_hook
+
+_ADAPTED = "peft.tuners.tuners_utils:BaseTunerLayer"
 
 
 def shrink_intruders_(
@@ -70,19 +78,21 @@ def shrink_intruders_(
         raise InvalidArgumentError("shrink_intruders_ needs a factor >= 0", f"{factor}", "Use for example 0.75.")
     refuse_flat_shards(model, "shrink_intruders_")
     weights = _tensors(base)
-    found = select(model, where, verb="shrink_intruders_", can_act=can_act)
-    with Edit(model, "shrink_intruders_") as edit:
+    computed = _Computed(model, weights)
+    able = computed.unless(can_act)
+    found = select(model, where, verb="shrink_intruders_", can_act=able)
+    with Edit(model, "shrink_intruders_", once=True) as edit:
         missing: list[str] = []
-        done: set[int] = set()
+        done: set[Hashable] = set()
         for site in found:
             weight = site.module.get_parameter("weight")
             before = weights.get(f"{site.path}.weight" if site.path else "weight")
             if before is None or before.shape != weight.shape:
                 missing.append(site.path or "the model")
-            elif id(weight) not in done:
-                done.add(id(weight))
+            elif memory_key(weight) not in done:
+                done.add(memory_key(weight))
                 _shrink(edit, site, whole(before.detach()), factor, k, threshold)
-        edit.note_stays(left_out(model, where, can_act=can_act))
+        edit.note_stays(computed.left_out(where, able))
         _note_missing(edit, "shrink_intruders_", missing, none=len(missing) == len(found))
     return edit.done()
 
@@ -97,6 +107,10 @@ def shrink_change_(
     for each parameter W' and its base W, weights and biases alike. This is the repair of an adapter that was merged
     with a scale (alpha/r) that is too large, and the interpolation between a fine-tuned model and its base. Buffers
     stay: measure the running statistics of batch norms anew (:func:`gonio.calibrate_`).
+
+    A layer whose weight is computed from its parameters, by a parametrization, a hook of torch.nn.utils or an adapter
+    of peft, is left out with a note, because the computed weight would not be this one: fold it in both models first. A
+    pruned layer is changed if the base has the same mask.
 
     Args:
         model: fine-tuned; adapters must be merged.
@@ -126,10 +140,12 @@ def shrink_change_(
         raise InvalidArgumentError("shrink_change_ needs a factor >= 0", f"{factor}", "Use for example 0.5.")
     refuse_flat_shards(model, "shrink_change_")
     weights = _tensors(base)
-    found = select(model, where, verb="shrink_change_", can_act=can_interpolate)
-    with Edit(model, "shrink_change_") as edit:
+    computed = _Computed(model, weights)
+    able = computed.unless(can_interpolate)
+    found = select(model, where, verb="shrink_change_", can_act=able)
+    with Edit(model, "shrink_change_", once=True) as edit:
         missing: list[str] = []
-        done: set[int] = set()
+        done: set[Hashable] = set()
         for site in found:
             names = []
             for name, parameter in site.module.named_parameters(recurse=False):
@@ -139,20 +155,83 @@ def shrink_change_(
                     missing.append(own)
                     continue
                 names.append(name)
-                if id(parameter) not in done:
-                    done.add(id(parameter))
+                if memory_key(parameter) not in done:
+                    done.add(memory_key(parameter))
                     edit.set_data_(parameter, _between(site, whole(before.detach()), whole(parameter.detach()), factor))
             if names:
                 what = joined(names, " and ")
                 edit.changed(site.path, say("the change of {what} scaled by {factor:g}", what=what, factor=factor))
-        edit.note_stays(left_out(model, where, can_act=can_interpolate))
+        edit.note_stays(computed.left_out(where, able))
         _note_missing(edit, "shrink_change_", missing, none=not edit.changes)
     return edit.done()
 
 
 def _tensors(base: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    state = unwrapped(base).state_dict() if isinstance(base, nn.Module) else base
-    return {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    state = without_wrappers(base).state_dict() if isinstance(base, nn.Module) else base
+    found = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    described = child_name("") + "._extra_state"  # of a weight that is computed by gonio: what is stored is another one
+    computed = {name.removesuffix(described) for name in found if name.endswith(described)}
+    own = {name: value for name, value in found.items() if name.partition(child_name("") + ".")[0] in computed}
+    return {**found, **plain_state_dict(own)}
+
+
+class _Computed:
+    """The layers with a weight that is computed from parameters, on which it does not depend linearly."""
+
+    def __init__(self, model: nn.Module, base: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._why: dict[int, str] = {}  # by the `id` of a layer
+        self._parts: set[int] = set()  # the modules that compute a weight
+        for site in sites(model):
+            if (why := _why_computed(site, base)) is not None:
+                self._why.setdefault(id(site.module), why)
+                self._parts |= {id(part) for part in _computing(site.module)}
+
+    def unless(self, can_act: Callable[[nn.Module], str | None]) -> Callable[[nn.Module], str | None]:
+        """Why a verb cannot act on a layer, and on those that are computed."""
+
+        def able(module: nn.Module) -> str | None:
+            part = say("a part of what computes a weight") if id(module) in self._parts else None
+            return self._why.get(id(module)) or part or can_act(module)
+
+        return able
+
+    def left_out(self, where: Where, able: Callable[[nn.Module], str | None]) -> dict[str, str]:
+        """The layers to be named: those with a matrix of their own or a computed one, without parts of the latter."""
+        everything = [site for site in sites(self._model) if site.matches(as_selector(where))]
+        parts = {site.path for site in everything if id(site.module) in self._parts}
+        stay = left_out(self._model, where, can_act=able)
+        stay |= {site.path: self._why[id(site.module)] for site in everything if id(site.module) in self._why}
+        return {path: why for path, why in stay.items() if path not in parts}
+
+
+def _why_computed(site: Site, base: Mapping[str, Tensor]) -> str | None:
+    """What computes a weight of a layer from its parameters, other than a pruning mask that the base has as well."""
+    module = site.module
+    if isinstance(module, loaded(_ADAPTED)):
+        return say("an adapter of peft computes its weight: merge and unload it first")
+    names = [
+        *parametrizations_of_torch(module),
+        *(module.parametrized_names if isinstance(module, Parametrized) else ()),
+    ]
+    if names:
+        return say("its {names} is computed by a parametrization", names=", ".join(names))
+    for name in weights_of_hooks(module):
+        mask, removal = module._buffers.get(f"{name}_mask"), removal_of_hook(module)
+        if mask is None:
+            return say("a hook of torch.nn.utils computes its weight: use {removal}", removal=removal)
+        before = base.get(f"{site.path}.{name}_mask".removeprefix("."))
+        if before is None or not torch.equal(mask, before.to(mask)):
+            return say("its pruning mask is another one in the base")
+    return None
+
+
+def _computing(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside a layer that compute its weights; of an adapted one, the layer that it adapts as well."""
+    names = module.parametrized_names if isinstance(module, Parametrized) else ()
+    inside = [*parametrizations_of_torch(module).values(), *(module._modules[child_name(name)] for name in names)]
+    for each in module.children() if isinstance(module, loaded(_ADAPTED)) else inside:
+        yield from each.modules() if each is not None else ()
 
 
 def _note_missing(edit: Edit, verb: str, missing: list[str], *, none: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.memory import memory_key
 from gonio.errors import NotApplicableError, first_line
 from gonio.execution import loaded
 from gonio.geometry import Layout, layout_of
@@ -41,7 +42,7 @@ _DYNAMIC = ("LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 
 def entries_of_model(model: nn.Module) -> list[TensorEntry]:
     """One entry per parameter and buffer, tied ones once, and one per weight that a layer or an adapter computes."""
-    seen: dict[int, str] = {}
+    seen: dict[Hashable, str] = {}
     made: list[TensorEntry] = []
     everything = sites(model)
     trained = any(p.requires_grad for site in everything for p in site.module._parameters.values() if p is not None)
@@ -50,7 +51,7 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
         computed = _computed(site.module)
         for name, tensor in (*_own(site.module), *((name, None) for name in computed)):
             path = f"{site.path}.{name}" if site.path else name
-            first = path if tensor is None else seen.setdefault(id(tensor), path)
+            first = path if tensor is None else seen.setdefault(memory_key(tensor), path)
             if first == path:
                 entry = _entry_of(site, name, path, tensor, computed.get(name))
                 table = isinstance(site.module, TABLES) and name == "weight" and tensor is not None

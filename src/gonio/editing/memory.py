@@ -1,0 +1,127 @@
+"""Which tensors are the same numbers in memory, and which cannot be written to; whatever objects refer to them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gonio.messages import say
+
+
+def memory_key(tensor: Tensor) -> Hashable:
+    """Equal for one tensor, and for two with the same entries in the same places of memory; else the `id`.
+
+    `nn.Parameter(a.data)` is such a second one, and so are tied weights after `load_state_dict(assign=True)`.
+
+    Example:
+        >>> from gonio.editing.memory import memory_key
+        >>> a = nn.Parameter(torch.zeros(2, 2))
+        >>> b = nn.Parameter(a.data)
+        >>> memory_key(a) == memory_key(b), memory_key(a) == memory_key(b.T)
+        (True, False)
+        >>> memory_key(a) == memory_key(a.detach()[:1])
+        False
+    """
+    if not has_address(tensor):
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor with entries in memory: no shard, no quantised, lazy or fake one.
+
+    Example:
+        >>> from gonio.editing.memory import has_address
+        >>> has_address(torch.zeros(2)), has_address(torch.zeros(2, device="meta")), has_address(torch.zeros(0))
+        (True, False, False)
+    """
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    own = [base for base in type(tensor).__mro__ if base not in nn.Parameter.__mro__]
+    return not any(hook in vars(base) for base in own for hook in ("__torch_dispatch__", "__torch_function__"))
+
+
+def overlapping(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """By the `id` of each tensor that shares memory with others: these. Slices of one buffer beside each other do not.
+
+    Example:
+        >>> from gonio.editing.memory import overlapping
+        >>> flat = torch.zeros(10)
+        >>> a, b, c = flat[:4], flat[4:8], flat[6:]
+        >>> overlapping([a, b]), [other is c for other in overlapping([a, b, c])[id(b)]]
+        ({}, [True])
+    """
+    found: dict[int, list[Tensor]] = {}
+    distinct = [each for each in {id(t): t for t in tensors}.values() if has_address(each)]
+    open_: list[Tensor] = []  # those that end behind the start of the next one
+    for tensor in sorted(distinct, key=lambda each: each.data_ptr()):
+        open_ = [each for each in open_ if _end(each) > tensor.data_ptr()]
+        for other in open_:
+            if other.device == tensor.device and _share(other, tensor):
+                found.setdefault(id(other), []).append(tensor)
+                found.setdefault(id(tensor), []).append(other)
+        open_.append(tensor)
+    return found
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
+
+
+def _extent(tensor: Tensor) -> int:
+    """The number of places from the first entry to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _share(first: Tensor, second: Tensor) -> bool:
+    """Whether a byte belongs to both, which may be interleaved as the columns of one matrix are."""
+    if memory_key(first) == memory_key(second):
+        return True
+    start = min(first.data_ptr(), second.data_ptr())
+    taken = torch.zeros(max(_end(first), _end(second)) - start, dtype=torch.bool)
+    _bytes_of(taken, first, start).fill_(True)
+    return bool(_bytes_of(taken, second, start).any())
+
+
+def _bytes_of(taken: Tensor, tensor: Tensor, start: int) -> Tensor:
+    """The places of a tensor's bytes; an expanded dimension has one."""
+    kept = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    step = tensor.element_size()
+    sizes, strides = [size for size, _ in kept], [stride * step for _, stride in kept]
+    return taken.as_strided([*sizes, step], [*strides, 1], tensor.data_ptr() - start)
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several of its entries are one number in memory, as in an expanded tensor."""
+    if not has_address(tensor) or tensor.is_contiguous():
+        return False
+    reached = 0  # the last place that the smaller strides reach
+    for stride, size in sorted((t, n) for n, t in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride <= reached or stride == 0:
+            break
+        reached += (size - 1) * stride
+    else:
+        return False
+    taken = torch.zeros(_extent(tensor) * tensor.element_size(), dtype=torch.bool)
+    _bytes_of(taken, tensor, tensor.data_ptr()).fill_(True)
+    return int(taken.sum()) < tensor.numel() * tensor.element_size()
+
+
+def why_not_written(tensor: Tensor) -> str | None:
+    """Why torch cannot write values to a tensor; None if it can.
+
+    Example:
+        >>> from gonio.editing.memory import why_not_written
+        >>> why_not_written(torch.zeros(1, 2).expand(3, 2))
+        'several of its entries are one number in memory, as in an expanded tensor'
+        >>> why_not_written(torch.zeros(3, 2).T) is None
+        True
+    """
+    if _overlaps_itself(tensor):
+        return say("several of its entries are one number in memory, as in an expanded tensor")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return say("it was made in inference mode, and torch lets nothing change it outside of that mode")
+    return None

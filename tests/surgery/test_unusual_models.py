@@ -1,0 +1,158 @@
+"""Verbs in inference mode, and on models with empty, scripted, lazy and 8-bit parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gonio
+from catalog import seeded
+from gonio import init, optim
+from gonio import nn as gnn
+from gonio import parametrizations as P
+from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio.surgery import Edited, convert_gradually_
+
+X = seeded(16, 6)
+NO_ENTRIES = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval()
+
+
+def decoupled() -> nn.Sequential:
+    model = network()
+    gonio.swap_(model, gnn.DecoupledLinear.from_linear)
+    return model
+
+
+OPTIMIZERS: list[torch.optim.Optimizer] = []
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    OPTIMIZERS.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    return OPTIMIZERS[-1]
+
+
+ADDING: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Edited]]] = {
+    "parametrize_ WeightNorm": (network, lambda m: gonio.parametrize_(m, P.WeightNorm())),
+    "parametrize_ SpectralNorm": (network, lambda m: gonio.parametrize_(m, P.SpectralNorm())),
+    "swap_": (network, lambda m: gonio.swap_(m, gnn.DecoupledLinear.from_linear)),
+    "hold_": (network, lambda m: optim.hold_(m, optimizer_of(m), where="4", norm="filters", magnitude="learned")),
+    "convert_gradually_": (decoupled, lambda m: convert_gradually_(m, optimizer_of(m), steps=5)),
+    "fold_": (lambda: nn.Sequential(nn.Conv1d(6, 4, 1, bias=False), nn.BatchNorm1d(4)).eval(), gonio.fold_),
+}
+
+
+@pytest.mark.parametrize("verb", ADDING)
+def test_what_an_edit_in_inference_mode_adds_can_be_trained(verb: str) -> None:
+    make, act = ADDING[verb]
+    model = make()
+    with torch.inference_mode():
+        edited = act(model)
+        assert torch.is_inference_mode_enabled()
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    model.train()
+    model(X if verb != "fold_" else X[..., None]).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    edited.undo_()
+
+
+def test_an_edit_of_a_model_of_inference_mode_acts_in_that_mode() -> None:
+    with torch.inference_mode():
+        model = network()
+        before = model[0].weight.clone()
+        edited = gonio.init_(model, init.orthogonal_)
+        assert not torch.equal(model[0].weight, before)
+        edited.undo_()
+        assert torch.equal(model[0].weight, before)
+
+
+@NO_ENTRIES
+def test_a_layer_without_filters_computes() -> None:
+    """Torch's kernel of weight norm ends the process there."""
+    assert gnn.DecoupledLinear(6, 0)(X).shape == (16, 0)
+
+
+EVERY: dict[str, Callable[[nn.Module], Edited]] = {
+    "init_": lambda m: gonio.init_(m, init.orthogonal_),
+    "shrink_change_": lambda m: gonio.shrink_change_(m, m),
+    "shrink_intruders_": lambda m: gonio.shrink_intruders_(m, m),
+    "hold_": lambda m: optim.hold_(m, optimizer_of(m)),
+    "parametrize_": lambda m: gonio.parametrize_(m, P.Sphere()),
+}
+
+
+@NO_ENTRIES
+@pytest.mark.parametrize("verb", [*EVERY, "lsuv_"])
+def test_a_layer_without_entries_is_left_out(verb: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 0), nn.Linear(0, 6), nn.Linear(6, 4))
+    edited = {**EVERY, "lsuv_": lambda m: gonio.lsuv_(m, X)}[verb](model)
+    assert {change.path for change in edited.changes} in ({"2"}, set())
+    assert "0, 1 stay: its weight has no entries" in str(edited)
+
+
+@NO_ENTRIES
+def test_no_scale_is_moved_through_a_layer_without_entries() -> None:
+    with pytest.raises(NotApplicableError, match="1: its weight has no entries"):
+        gonio.balance_(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 0)))
+
+
+@pytest.mark.parametrize("verb", EVERY)
+def test_a_weight_of_8_bits_is_left_out(verb: str) -> None:
+    model = network()
+    model[2].weight = nn.Parameter(model[2].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    edited = EVERY[verb](model)
+    assert "2" not in {change.path for change in edited.changes}
+    assert "2 stays: its weight is quantised to float8_e4m3fn" in str(edited)
+
+
+def test_edits_of_a_model_with_a_scripted_part_are_undone() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 4)).eval()
+    before, parameters = model(X), list(model.parameters())
+    edits = [gonio.swap_(model, gnn.DecoupledLinear.from_linear), gnn.project_weights_(model)]
+    for edited in reversed(edits):
+        edited.undo_()
+    assert torch.equal(model(X), before)
+    assert len(parameters) == 4
+
+
+def test_a_lazy_norm_has_no_statistics_to_match() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d()).eval()
+    with pytest.raises(NotApplicableError, match="no batch norm with running statistics gets its output"):
+        gonio.match_statistics_(model, [X])
+
+
+def refusing(weight: torch.Tensor, *, layout: Any, generator: torch.Generator) -> torch.Tensor:
+    if weight.shape == (8, 8):
+        raise InvalidArgumentError("this function takes no square matrix", "one", "Pass another.")
+    return weight.fill_(1.0)
+
+
+@pytest.mark.parametrize("verb", ["init_", "lsuv_"])
+def test_an_error_of_a_function_of_weights_has_the_place(verb: str) -> None:
+    act = {"init_": lambda m: gonio.init_(m, refusing), "lsuv_": lambda m: gonio.lsuv_(m, X, function=refusing)}
+    model = network()
+    before = model[0].weight.clone()
+    with pytest.raises(InvalidArgumentError, match="takes no square matrix") as caught:
+        act[verb](model)
+    assert caught.value.__notes__ == ["at 2.weight"]
+    assert torch.equal(model[0].weight, before)
+
+
+def test_an_error_of_a_parametrization_has_the_place() -> None:
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Embedding(7, 6, sparse=True))
+    with pytest.raises(NotApplicableError, match="its gradients are sparse") as caught:
+        gonio.parametrize_(model, P.Sphere())
+    assert caught.value.__notes__ == ["at 1.weight"]
+    linear = nn.Sequential(nn.Linear(6, 4), nn.Embedding(7, 6, max_norm=1.0))
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    with pytest.raises(NotApplicableError, match="max_norm renormalises it") as caught:
+        optim.hold_(linear, optimizer, where="*", norm="filters", magnitude="learned")
+    assert caught.value.__notes__ == ["at 1.weight"]
