@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
 import weakref
@@ -17,6 +18,7 @@ from torch.nn.utils import prune
 
 import gonio
 from gonio.editing.twin import copy_of, evaluating, set_tensors_, twin_of
+from gonio.measuring.figures.signals import Gradient
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -225,6 +227,18 @@ def test_weights_that_a_verb_changes_under_autocast_are_seen() -> None:
     assert [finding.code for finding in treated.before.findings] == ["G409"]
     assert max(signal.gain or 0 for signal in gonio.measure(treated.model, batch=x).signals) < 30 or not treated.kept
     assert "the findings remain" not in treated.steps[-1].proof
+
+
+def test_nothing_is_kept_of_what_was_run() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4))
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    treated = gonio.doctor(model, batch=x)
+    copied = [weakref.ref(each) for each in (*treated.model.modules(), *treated.model.parameters())]
+    del treated
+    gonio.measure(model, batch=x)
+    gc.collect()
+    assert [each() for each in copied] == [None] * len(copied)
+    assert [each for each in gc.get_objects() if type(each) is Gradient] == []
 
 
 class Counting(nn.Module):

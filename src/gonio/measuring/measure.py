@@ -188,8 +188,7 @@ def measure(
     signals, silent = _signals(source, batch)
     facts = None
     if isinstance(source, nn.Module) and training is not None:
-        factors = {tensor.path for tensor in tensors if tensor.kind == FACTOR}
-        facts = ModelFacts.of(source, structure, signals, training, factors)
+        facts = ModelFacts.of(source, structure, signals, training, {t.path for t in tensors if t.kind == FACTOR})
     states, of_states, updates = judged_states(contents.optimizer)
     of_weights = findings_of(tensors, facts, structure.heads)
     found = [*of_weights, *of_entries(entries), *of_files(contents.problems), *of_states]

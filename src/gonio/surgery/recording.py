@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
+from gonio.execution import as_usual_saved
 from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery import facts
@@ -178,7 +178,7 @@ class Recorder(Products):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Activation checkpointing would not save what derivatives take, and run the model again, unobserved.
-        with saved_tensors_hooks(_unchanged, _unchanged):
+        with as_usual_saved():
             return self._called(func, types, args, kwargs)
 
     def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -425,17 +425,13 @@ def without_hooks(module: nn.Module) -> nn.Module:
     return plain
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
     """The parameters by which a norm multiplies: the derivative of the sum of its results differs between entries."""
     own = {n: p.detach().clone().requires_grad_() for n, p in norm._parameters.items() if p is not None and p.ndim == 1}
     if not own:
         return []
     # The model may have turned gradients off around the norm, or recompute what it saves.
-    with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+    with torch.enable_grad(), as_usual_saved():
         given = x.detach().requires_grad_()
         out = torch.func.functional_call(without_hooks(norm), own, (given,))
         # With the input's: torch 2.13 crashes where that of a group norm in channels_last is not asked for.
