@@ -12,14 +12,14 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from gonio.editing.edit import run_reversed
@@ -329,29 +329,40 @@ def _without_cached_casts() -> Iterator[None]:
 
 
 @contextmanager
-def left_alone(model: nn.Module, twin: nn.Module) -> Iterator[None]:
+def left_alone(model: nn.Module, twin: nn.Module | None = None) -> Iterator[None]:
     """Refuse calls of the model's own modules in this thread: in training mode they would change its buffers.
 
     A twin or a copy whose forward calls them refers to them in a way that is not known here.
 
+    Args:
+        twin: refuse them while one of its modules runs; None for always.
+
     Raises: NotApplicableError before such a module runs.
     """
-    others = {id(module): module for module in twin.modules()}
-    own = {id(m): (m, path) for path, m in model.named_modules(remove_duplicate=False) if id(m) not in others}
-    thread = threading.get_ident()
+    twins = {} if twin is None else {id(module): module for module in twin.modules()}
+    own = {id(m): (m, path) for path, m in model.named_modules(remove_duplicate=False) if id(m) not in twins}
+    thread, running = threading.get_ident(), 0 if twins else 1
 
-    def refuse(module: nn.Module, _: Any) -> None:
-        if id(module) in own and threading.get_ident() == thread:
+    def before(module: nn.Module, _: Any) -> None:
+        nonlocal running
+        if threading.get_ident() != thread:
+            return
+        running += id(module) in twins
+        if running and id(module) in own:
             why = say("a forward or a hook of the model calls it in a way that a copy of the model cannot take over")
             do = say("Let it refer to the layer by an attribute, a closure or an argument.")
             path, kind = own[id(module)][1], type(module).__name__
-            raise NotApplicableError(say("a run beside the model"), path, why, do, action=say("leave alone"), kind=kind)
+            told = {"action": say("leave alone"), "kind": kind}
+            raise NotApplicableError(say("a run beside the model"), path, why, do, **told)
 
-    handle = register_module_forward_pre_hook(refuse)
-    try:
+    def after(module: nn.Module, *_: Any) -> None:
+        nonlocal running
+        running -= threading.get_ident() == thread and id(module) in twins
+
+    with ExitStack() as ends:
+        ends.enter_context(register_module_forward_pre_hook(before))
+        ends.enter_context(register_module_forward_hook(after, always_call=True))
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

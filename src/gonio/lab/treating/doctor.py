@@ -155,7 +155,7 @@ class _Case:
     def __init__(self, model: nn.Module, inputs: Inputs, apply_unproven: bool) -> None:
         self.given, self.model = model, copy_of(model)
         self.inputs, self.apply_unproven = inputs, apply_unproven
-        with left_alone(model, self.model):
+        with left_alone(model):
             whole = inputs.measured(self.model)
         self.notes = inputs.notes(whole)
         self.before = self.found = inputs.counted(whole)
