@@ -34,6 +34,31 @@ def test_a_name_is_loaded_on_first_use_in_a_fresh_interpreter(name: str) -> None
     assert done.stdout.strip()
 
 
+DRAWS = """
+import random, sys, torch, gonio
+random.seed(0)
+before, model = random.getstate(), torch.nn.Linear(4, 4)
+exec(sys.argv[1])
+assert any(name == "rich" or name.startswith("rich.") for name in sys.modules), "nothing was imported that draws"
+assert random.getstate() == before
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "gonio.measure(model)",
+        "gonio.doctor(model, batch=torch.ones(2, 4))",
+        "from gonio.escaping import printed; printed('')",
+        "gonio.lab.Task",
+        "gonio.Tracker(model)",
+    ],
+)
+def test_first_use_leaves_pythons_generator_as_it_was(use: str) -> None:
+    done = subprocess.run([sys.executable, "-c", DRAWS, use], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_listed_name_exists_and_is_the_one_of_its_package() -> None:
     assert len(set(gonio.__all__)) == len(gonio.__all__)
     for package, names in gonio._EXPORTS.items():

@@ -121,10 +121,11 @@ def _nearest(name: str) -> str:
 
 
 def __getattr__(name: str) -> Any:
+    errors: Any = importlib.import_module("gonio.errors")
     if name in _EXPORTS:
-        value: Any = importlib.import_module(f"gonio.{name}")
+        value: Any = errors.imported(f"gonio.{name}")
     elif name in _HOME:
-        value = getattr(importlib.import_module(f"gonio.{_HOME[name]}"), name)
+        value = getattr(errors.imported(f"gonio.{_HOME[name]}"), name)
     else:
         raise _NoSuchNameError(f"module 'gonio' has no attribute {name!r}", name=name)
     globals()[name] = value

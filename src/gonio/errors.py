@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import difflib
 import importlib
+import random
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -261,9 +262,27 @@ class MissingExtraError(GonioError, ImportError):
 def import_extra(module: str, what: str, *, package: str, extra: str | None) -> ModuleType:
     """Import a module of an optional package, or say that `what` needs the package and which extra installs it."""
     try:
-        return importlib.import_module(module)
+        return imported(module)
     except ModuleNotFoundError as error:
         raise MissingExtraError(what, package, extra) from error
+
+
+def imported(module: str) -> ModuleType:
+    """Import a module in the middle of a program: what it draws from Python's generator meanwhile is put back.
+
+    rich draws a number when it is imported, and a training that draws its batches or augmentations from this generator
+    would be another one.
+
+    Example:
+        >>> before = random.getstate()
+        >>> imported("gonio.measuring").__name__, random.getstate() == before
+        ('gonio.measuring', True)
+    """
+    before = random.getstate()
+    try:
+        return importlib.import_module(module)
+    finally:
+        random.setstate(before)
 
 
 def warn_renamed(old: str, new: str, *, since: str) -> None:

@@ -20,6 +20,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gonio.errors import imported
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -158,11 +160,10 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
 
 def printed(table: RenderableType) -> str:
     """What rich prints without colours, as wide as the terminal, or 100 columns where there is none."""
-    from rich.console import Console  # `gonio --help` does without it
-
+    console = imported("rich.console").Console  # `gonio --help` does without it
     stream = io.StringIO()
     width = shutil.get_terminal_size((100, 24)).columns
-    Console(file=stream, width=width, color_system=None, legacy_windows=False).print(table)
+    console(file=stream, width=width, color_system=None, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().rstrip("\n").splitlines())
 
 

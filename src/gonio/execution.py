@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,25 @@ def derivatives(outputs: Any, inputs: Sequence[Tensor], along: Any = None, **opt
         raise
     except Exception as error:
         raise RuntimeError(first_line(error, kind=True)) from error
+
+
+@contextmanager
+def as_usual_saved() -> Iterator[None]:
+    """Inside, autograd saves what derivatives take, whatever hooks of checkpointing are around.
+
+    Hooks that return what they are given would do as well, but for outputs that are saved: those would never be freed.
+    torch 2.6 does not tell which hooks are set, and they stay.
+    """
+    autograd, held = cast(Any, torch._C._autograd), []
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    while (hooks := top(True)) is not None:
+        autograd._pop_saved_tensors_default_hooks()
+        held.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(held):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def autocast_is_on(x: Tensor) -> bool:

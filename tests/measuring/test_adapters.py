@@ -390,3 +390,18 @@ def test_an_adapter_of_one_of_two_tied_layers_changes_that_one(name: str, live: 
             before = base.emb.weight.detach().double()
             right = ((weight.detach().double() - before).norm() / before.norm()).item()
             assert found[path].relative == pytest.approx(right, rel=1e-5)
+
+
+def test_the_size_of_one_factor_is_no_finding() -> None:
+    """Scale moves between the factors without any effect, and one of them begins at 0."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(Network(), lora(target_modules=["q", "v", "head"]))
+    ids = torch.arange(16).view(2, 8)
+    for size in (1e-3, 1e3):
+        with torch.no_grad():
+            for name, factor in model.named_parameters():
+                if "lora_B" in name:
+                    factor.mul_(size)
+                if "lora_A" in name:
+                    factor.div_(size)
+        assert [f.code for f in measure(model, batch=ids).findings if f.code in ("G409", "G412")] == []

@@ -298,6 +298,65 @@ def normed() -> nn.Sequential:
     return model
 
 
+class Branched(nn.Module):
+    """Layers to whose outputs their inputs are added; the outputs have begun at 0, and are `factor` times the usual."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.branches[0].weight.mul_(factor)
+        self.head = nn.Linear(64, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.head(x)
+
+
+class Adapting(nn.Module):
+    """A layer with a low-rank adapter whose second factor has begun at 0."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64, bias=False)
+        self.head = nn.Linear(64, 6)
+        self.up.weight.mul_(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x) + self.up(self.down(x)))
+
+
+def before_norm(norm: nn.Module, factor: float) -> nn.Sequential:
+    return scaled(nn.Sequential(nn.Linear(64, 64), norm, nn.ReLU(), nn.Linear(64, 6)), 0, factor)
+
+
+def seen(model: nn.Sequential) -> nn.Sequential:
+    """The model with running statistics of normal inputs, and then with its first layer of another size."""
+    gonio.calibrate_(model, [seeded(256, 64, seed=2)])
+    return scaled(model, 0, 1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "level"),
+    [
+        (lambda: Branched(1e-3), "info"),
+        (lambda: Branched(1e3), "warn"),
+        (lambda: Adapting(1e-3), "info"),
+        (lambda: before_norm(nn.LayerNorm(64, eps=1e-12), 1e-3), "info"),
+        (lambda: before_norm(nn.LayerNorm(64), 1e3), "info"),
+        (lambda: before_norm(nn.BatchNorm1d(64, eps=1e-12), 1e-3), "info"),  # of which no statistics are known yet
+        (lambda: seen(before_norm(nn.BatchNorm1d(64), 1.0)), "warn"),
+        (lambda: before_norm(nn.Identity(), 1e-3), "warn"),
+        (lambda: before_norm(nn.Sigmoid(), 1e3), "warn"),
+    ],
+)
+def test_a_size_that_the_next_layers_do_not_get_is_a_remark(make: Callable[[], nn.Module], level: str) -> None:
+    torch.manual_seed(0)
+    found = measure(make(), batch=seeded(256, 64)).findings
+    assert [finding.level for finding in found if finding.code == "G409"] == [level]
+
+
 def forgotten(model: nn.Sequential) -> nn.Sequential:
     for norm in (model[1], model[4]):
         norm.reset_running_stats()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gonio
 from bank.live import timm_models, transformers_models
@@ -42,6 +43,46 @@ def words(parts: tuple[Part, ...]) -> str:
 def test_there_are_enough_of_them() -> None:
     assert len(TRANSFORMERS) >= 30
     assert len(TIMM) >= 20
+
+
+class Checkpointed(nn.Module):
+    """Blocks that activation checkpointing runs again, with a sum that belongs to no layer, in evaluation too."""
+
+    def __init__(self, active: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head, self.active = nn.Linear(16, 3), active
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(self.run, block, x, use_reentrant=False) if self.active else self.run(block, x)
+        return self.head(x)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + 0.5 * block(x)
+
+
+def test_activation_checkpointing_hides_no_block() -> None:
+    torch.manual_seed(0)
+    plain, model, x = Checkpointed(False), Checkpointed(True), seeded(2, 5, 16)
+    model.load_state_dict(plain.state_dict())
+    assert len(anatomy(plain, example=x).attention) == 2
+    assert str(anatomy(model, example=x)) == str(anatomy(plain, example=x))
+    found, usual = (gonio.measure(each, batch=x) for each in (model, plain))
+    assert found.notes == usual.notes
+    assert found.scale == usual.scale
+    assert found.heads == usual.heads
+
+
+def test_why_a_model_was_not_read_is_one_sentence() -> None:
+    model, x = Checkpointed(False), seeded(2, 5, 16)
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    (note,) = [note for note in gonio.measure(model, batch=x).notes if note.startswith("Scale")]
+    assert note.startswith("Scale between layers was not measured: equivalent() compares finite outputs;")
+    assert not note.endswith("..")
 
 
 @pytest.mark.parametrize("name", cases([*TRANSFORMERS, *TIMM]))

@@ -359,6 +359,32 @@ def test_an_input_of_another_size_is_named_with_its_layer(verb: str) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("verb", ["measure", "doctor", "anatomy", "calibrate_"])
+@pytest.mark.parametrize(("model", "batch"), [("bfloat16", "float32"), ("float32", "float64"), ("float32", "int64")])
+def test_an_input_of_another_dtype_is_named_with_its_layer(verb: str, model: str, batch: str) -> None:
+    """A trainer converts its inputs to the dtype of the weights; who measures at a checkpoint has not."""
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 3)).to(getattr(torch, model))
+    said = rf"found {batch} at the layer '0', whose weight has the dtype {model}\. Convert the input: batch"
+    with pytest.raises(InvalidArgumentError, match=said):
+        RUNNERS[verb](net, torch.ones(4, 1, 8, 8, dtype=getattr(torch, batch)))
+
+
+def test_a_layer_that_converts_its_input_is_not_blamed() -> None:
+    class Converting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.to(self.weight.dtype))
+
+    with pytest.raises(RuntimeError, match="shape '\\[7\\]' is invalid"):
+        gonio.measure(
+            nn.Sequential(Converting(8, 8), nn.Unflatten(1, (8, 1)), Reshaping()), batch=seeded(4, 8).double()
+        )
+
+
+class Reshaping(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(7)
+
+
 @pytest.mark.parametrize("verb", ["calibrate_", "match_statistics_"])
 def test_one_batch_is_not_taken_for_several(verb: str) -> None:
     """The rows of a tensor counted as batches, and torch's error was of an input that nobody had given."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial, wraps
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn.utils import prune
 
 import gonio
 from gonio.editing.twin import copy_of, evaluating, set_tensors_, twin_of
+from gonio.measuring.figures.signals import Gradient
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -108,16 +110,135 @@ def test_a_scripted_module_keeps_its_mode() -> None:
     assert model[0].training
 
 
-def test_a_model_that_names_itself_globally_runs_itself() -> None:
-    model = nn.Sequential(nn.Dropout(0.5))
-    namespace = {"model": model}
-    exec("def forward(x):\n    return model[0](x)", namespace)
-    model.forward = namespace["forward"]
-    with evaluating(model) as same:
-        assert same is model
-        assert torch.equal(model(X), X)
-    assert model.training
-    assert model[0].training
+class Calling:
+    """An object that is called, and refers to what it calls."""
+
+    def __init__(self, called: Callable[[Tensor], Tensor]) -> None:
+        self.called = [called]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.called[0](x)
+
+
+def by_closure(own: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor, *, times: int = 1) -> Tensor:
+        return times * own(x)
+
+    return forward
+
+
+def by_itself(own: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor, calls: int = 2) -> Tensor:
+        return forward(x, calls - 1) if calls else own(x)
+
+    return forward
+
+
+def by_name(own: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    namespace = {"own": own}
+    exec("def inner(x):\n    return own(x)\ndef forward(x):\n    return inner(x)", namespace)
+    return namespace["forward"]
+
+
+WAYS = {
+    "closure": by_closure,
+    "default": lambda own: lambda x, own=own: own(x),
+    "list in a closure": lambda own: (lambda held: lambda x: held[0](x))([own]),
+    "keyword default": lambda own: partial(by_keyword(own)),
+    "global name": by_name,
+    "itself": by_itself,
+    "object": Calling,
+    "method of an object": lambda own: Calling(own).__call__,
+    "wrapper": lambda own: wraps(own)(lambda *given: own(*given)),
+    "partial of a closure": lambda own: partial(by_closure(own), times=1),
+}
+
+
+def by_keyword(own: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(x: Tensor, *, own: Callable[[Tensor], Tensor] = own) -> Tensor:
+        return own(x)
+
+    return forward
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("verb", [gonio.measure, lambda m, batch: gonio.doctor(m, batch=batch).before])
+def test_a_forward_that_was_replaced_is_that_of_the_twin(way: str, verb: Callable[..., gonio.Measurements]) -> None:
+    plain, model = network(), network()
+    model.forward = WAYS[way](model.forward)
+    before = copy.deepcopy(model.state_dict())
+    found = verb(model, batch=X)
+    assert [signal.rms for signal in found.signals] == [signal.rms for signal in verb(plain, batch=X).signals]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_runs_its_own_modules(way: str) -> None:
+    model = network()
+    model.forward = WAYS[way](model.forward)
+    made = copy_of(model.eval())
+    assert torch.equal(made(X), model(X))
+    with torch.no_grad():
+        made[5].weight.zero_()
+        made[5].bias.zero_()
+    assert not made(X).any()
+    assert model(X).any()
+
+
+def test_a_hook_that_names_a_layer_globally_is_that_of_the_twin() -> None:
+    model = network()
+    namespace = {"first": [model[1]]}
+    exec("def hook(module, inputs, output):\n    first[0](inputs[0].new_zeros(2, 4, 1, 1))", namespace)
+    model[2].register_forward_hook(namespace["hook"])
+    gonio.measure(model, batch=X)
+    assert int(model[1].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("verb", [gonio.measure, gonio.doctor])
+def test_a_forward_that_no_copy_takes_over_is_refused(verb: Callable[..., object]) -> None:
+    model = network()
+    model.forward = cache(model.forward)
+    with pytest.raises(gonio.errors.NotApplicableError, match=r"cannot leave alone layer '0' \(Conv2d\)"):
+        verb(model, batch=X)
+    assert int(model[1].num_batches_tracked) == 0
+
+
+def test_an_attribute_that_cannot_be_copied_is_shared() -> None:
+    model = network()
+    model.lock, model[0].numbers = threading.Lock(), (number for number in range(3))
+    made = copy_of(model)
+    assert made.lock is model.lock
+    assert made[0].numbers is model[0].numbers
+    assert made[0].weight is not model[0].weight
+    assert gonio.doctor(model, batch=X).before.signals
+
+
+def test_weights_that_a_verb_changes_under_autocast_are_seen() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    with torch.no_grad():
+        for tensor, factor in ((model[0].weight, 1024), (model[0].bias, 1024), (model[2].weight, 1 / 1024)):
+            tensor.mul_(factor)
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_cache_enabled()
+        treated = gonio.doctor(model, batch=x)
+        assert torch.is_autocast_cache_enabled()
+    assert [finding.code for finding in treated.before.findings] == ["G409"]
+    assert max(signal.gain or 0 for signal in gonio.measure(treated.model, batch=x).signals) < 30 or not treated.kept
+    assert "the findings remain" not in treated.steps[-1].proof
+
+
+def test_nothing_is_kept_of_what_was_run() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 4))
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    treated = gonio.doctor(model, batch=x)
+    copied = [weakref.ref(each) for each in (*treated.model.modules(), *treated.model.parameters())]
+    del treated
+    gonio.measure(model, batch=x)
+    gc.collect()
+    assert [each() for each in copied] == [None] * len(copied)
+    assert [each for each in gc.get_objects() if type(each) is Gradient] == []
 
 
 class Counting(nn.Module):
@@ -173,12 +294,13 @@ def test_no_reading_verb_changes_a_buffer(verb: str, kind: type[Counting]) -> No
     assert float(model.calls) == 2
 
 
-def test_a_model_that_runs_itself_gets_its_buffers_back() -> None:
+def test_a_model_that_runs_itself_gets_its_buffers_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Counting()
     namespace = {"model": model, "torch": torch}
     exec("def forward(x):\n    model.calls += 1\n    model.calls = model.calls + 1\n    return x", namespace)
     model.forward = namespace["forward"]
     own = model.calls
+    monkeypatch.setattr("gonio.editing.twin.is_sharded", lambda model: True)
     with evaluating(model) as same:
         assert same is model
         model(X)
@@ -432,7 +554,7 @@ def test_what_a_model_draws_leaves_the_generator_as_it_was(
     model = network()
     model[3] = Drawing()
     if itself:
-        monkeypatch.setattr("gonio.editing.twin._named_globally", lambda model: True)
+        monkeypatch.setattr("gonio.editing.twin.is_sharded", lambda model: True)
     state = torch.random.get_rng_state()
     verb(model)
     assert torch.equal(torch.random.get_rng_state(), state)

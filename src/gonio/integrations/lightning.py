@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,7 +12,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gonio.errors import AlreadyAppliedError, InvalidArgumentError, MissingExtraError, NotApplicableError, with_article
+from gonio.errors import (
+    AlreadyAppliedError,
+    InvalidArgumentError,
+    MissingExtraError,
+    NotApplicableError,
+    imported,
+    with_article,
+)
 from gonio.measuring import Tracker, check_before_save
 from gonio.measuring.checking.check import Level
 from gonio.penalty import Penalty
@@ -219,7 +225,7 @@ def _library() -> Any:
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
-            return importlib.import_module(name)
+            return imported(name)
         except ImportError:
             continue
     raise MissingExtraError("tracker_callback()", "lightning", "lightning")

@@ -6,8 +6,9 @@ page. Names are loaded when they are first used. Nothing of the library imports 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from gonio.errors import imported
 
 _HOME = {
     **dict.fromkeys(("AttackConfig", "StudyPlan", "TrainingConfig"), "plan"),
@@ -60,9 +61,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        value: Any = importlib.import_module(f"gonio.lab.{_MODULES[name]}")
+        value: Any = imported(f"gonio.lab.{_MODULES[name]}")
     elif name in _HOME:
-        value = getattr(importlib.import_module(f"gonio.lab.{_HOME[name]}"), name)
+        value = getattr(imported(f"gonio.lab.{_HOME[name]}"), name)
     else:
         raise AttributeError(f"module 'gonio.lab' has no attribute {name!r}")
     globals()[name] = value

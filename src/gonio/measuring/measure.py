@@ -28,7 +28,7 @@ from gonio.measuring.findings.norm_rules import of_entries
 from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements
-from gonio.measuring.reading.entry import TensorEntry
+from gonio.measuring.reading.entry import FACTOR, TensorEntry
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.surgery.equivalent import fitting
 
@@ -188,7 +188,7 @@ def measure(
     signals, silent = _signals(source, batch)
     facts = None
     if isinstance(source, nn.Module) and training is not None:
-        facts = ModelFacts.of(source, structure, signals, training)
+        facts = ModelFacts.of(source, structure, signals, training, {t.path for t in tensors if t.kind == FACTOR})
     states, of_states, updates = judged_states(contents.optimizer)
     of_weights = findings_of(tensors, facts, structure.heads)
     found = [*of_weights, *of_entries(entries), *of_files(contents.problems), *of_states]

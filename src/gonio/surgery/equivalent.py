@@ -160,7 +160,7 @@ _CHANNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspo
 
 
 def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
-    """Why a model cannot run on an example: which layer got another size, and what to do; empty for other reasons."""
+    """Why a model cannot run on an example: which layer got another size or dtype, and what to do; else empty."""
     last: list[tuple[str, nn.Module, Tensor]] = []
 
     def record(path: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -173,12 +173,17 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         for site in sites(plain):
             if isinstance(site.module, (nn.Linear, *_CHANNELS)):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path), with_kwargs=True))
+                hooks.enter_context(site.module.register_forward_hook(lambda *_: last.clear()))  # it takes its input
         try:
             call(plain, example)
         except Exception:
             path, module, given = last[0] if last else ("", plain, torch.empty(0))
         else:
             return "", ""
+    if last and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dtype != given.dtype:
+        names = {"given": str(given.dtype).removeprefix("torch."), "wanted": str(weight.dtype).removeprefix("torch.")}
+        found = say("{given} at the layer {path!r}, whose weight has the dtype {wanted}", path=path, **names)
+        return found, say("Convert the input: batch.to(torch.{wanted}).", **names)
     if isinstance(module, _CHANNELS):
         what, wanted, axis = "channels", module.in_channels, given.dim() - len(module.kernel_size) - 1
     elif isinstance(module, nn.Linear):

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
+from gonio.execution import as_usual_saved
 from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery import facts
@@ -176,6 +177,11 @@ class Recorder(Products):
     # one function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Activation checkpointing would not save what derivatives take, and run the model again, unobserved.
+        with as_usual_saved():
+            return self._called(func, types, args, kwargs)
+
+    def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rectified = getattr(func, "__name__", "") in _RECTIFIERS and not self._paused and tensors_of(args, kwargs or {})
         if not rectified or not rectified[0].requires_grad:
             return super().__torch_function__(func, types, args, kwargs)
@@ -424,7 +430,8 @@ def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
     own = {n: p.detach().clone().requires_grad_() for n, p in norm._parameters.items() if p is not None and p.ndim == 1}
     if not own:
         return []
-    with torch.enable_grad():  # the model may have turned it off around the norm
+    # The model may have turned gradients off around the norm, or recompute what it saves.
+    with torch.enable_grad(), as_usual_saved():
         given = x.detach().requires_grad_()
         out = torch.func.functional_call(without_hooks(norm), own, (given,))
         # With the input's: torch 2.13 crashes where that of a group norm in channels_last is not asked for.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gonio.editing.edit import Edited
-from gonio.editing.twin import copy_of
+from gonio.editing.twin import copy_of, left_alone
 from gonio.editing.where import modules_at
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.lab.judging.results import Results
@@ -155,7 +155,8 @@ class _Case:
     def __init__(self, model: nn.Module, inputs: Inputs, apply_unproven: bool) -> None:
         self.given, self.model = model, copy_of(model)
         self.inputs, self.apply_unproven = inputs, apply_unproven
-        whole = inputs.measured(self.model)
+        with left_alone(model):
+            whole = inputs.measured(self.model)
         self.notes = inputs.notes(whole)
         self.before = self.found = inputs.counted(whole)
         self.steps: list[tuple[TreatmentStep, list[Finding]]] = []

@@ -12,6 +12,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.starts import layers_as_built
 from gonio.measuring.findings.model_rules import dead_layers, out_of_scale, stale, without_statistics
 from gonio.measuring.findings.rules import LEVELS
+from gonio.measuring.reading.entry import FACTOR
 from gonio.surgery.calibrate import can_act
 from gonio.surgery.facts import WEIGHTED, facts_of
 
@@ -56,7 +57,9 @@ def _named(finding: Finding, found: Measurements, model: nn.Module) -> list[str]
     if finding.code == "G408":
         named = [signal.path for signal in dead_layers(signals)]
     elif finding.code == "G409":
-        kinds = {path: (bool(facts_of(m).removes_scale), isinstance(m, WEIGHTED)) for path, m in modules.items()}
+        factors = {tensor.path for tensor in found.tensors if tensor.kind == FACTOR}
+        weighted = {path for path, module in modules.items() if isinstance(module, WEIGHTED)} - factors
+        kinds = {path: (bool(facts_of(m).removes_scale), path in weighted) for path, m in modules.items()}
         named = [
             s.path for s in signals if out_of_scale(s, norm=kinds[s.path][0], weighted=kinds[s.path][1]) is not None
         ]

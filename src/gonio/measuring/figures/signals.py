@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from gonio.editing.twin import evaluating, set_tensors_
 from gonio.editing.where import is_sharded
@@ -383,6 +384,9 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
                 gradient.trains = any(id(p) in learn for p in layer.parameters())
     except RuntimeError as error:  # no derivative, or an operation in place that autograd cannot follow
         return {}, say("derivatives cannot be computed: {error}", error=first_line(error, 80))
+    finally:  # a hook and the node that it refers to would keep the graph, with its weights, for good
+        for handle in hooks.handles:
+            handle.remove()
     return hooks.found, ""
 
 
@@ -395,6 +399,7 @@ class _Gradients:
     def __init__(self) -> None:
         self.found: dict[nn.Module, Gradient] = {}
         self.sources: list[Tensor] = []  # inputs without a gradient of their own
+        self.handles: list[RemovableHandle] = []
         self.recording = True
 
     def before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Called | None:
@@ -411,7 +416,7 @@ class _Gradients:
                 if first:
                     self.sources += [own] if own.is_leaf else []
                     gradient.constant = own.is_leaf and torch.is_grad_enabled()
-                    own.register_hook(gradient.at_input)
+                    self.handles.append(own.register_hook(gradient.at_input))
                 if isinstance(place, str):
                     return arguments, {**keywords, place: own}
                 return (*arguments[:place], own, *arguments[place + 1 :]), keywords
@@ -423,7 +428,7 @@ class _Gradients:
             return
         tensor = _signal_in(output)
         if tensor is not None and tensor.grad_fn is not None:
-            tensor.register_hook(gradient.at_output)
+            self.handles.append(tensor.register_hook(gradient.at_output))
             gradient.node = tensor.grad_fn
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import evaluating
 from gonio.editing.where import unwrapped
-from gonio.errors import InvalidArgumentError
+from gonio.errors import GonioError, InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of, with_logits
 from gonio.measuring.figures.signals import Signal
@@ -156,8 +156,9 @@ def structure_of(model: nn.Module, batch: Any = None, *, blocks: bool = False) -
         why = _refusal(model)
         found = Structure(notes=(_not_measured(why),)) if why else _read(model, batch, blocks=blocks)
     except Exception as error:  # tracing runs the model's own methods, which may raise anything
-        said = str(error).strip().partition("\n")[0][:200]
-        found = Structure(notes=(_not_measured(f"reading the model raised {type(error).__name__}: {said}"),))
+        said = str(error).strip().partition("\n")[0][:200].removesuffix(".")
+        raised = "" if isinstance(error, GonioError) else f"reading the model raised {type(error).__name__}: "
+        found = Structure(notes=(_not_measured(raised + said),))
     return replace(found, mixtures=mixtures)
 
 
@@ -343,7 +344,8 @@ class ModelFacts:
     """The facts that the rules on a whole model read.
 
     Attributes:
-        norms: every normalisation layer. `weighted`: paths of the linear layers and convolutions.
+        norms: every normalisation layer.
+        weighted: paths of the linear layers and convolutions; without factors of adapters, whose products alone count.
         decayed: paths of the weights under weight decay whose scale the function does not depend on.
         constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
         as_built: paths of the layers that have the values of torch's initialisation, in a model that was trained.
@@ -359,7 +361,12 @@ class ModelFacts:
 
     @classmethod
     def of(
-        cls, model: nn.Module, structure: Structure, signals: Sequence[Signal], training: TrainingFacts
+        cls,
+        model: nn.Module,
+        structure: Structure,
+        signals: Sequence[Signal],
+        training: TrainingFacts,
+        factors: Container[str] = (),
     ) -> ModelFacts:
         everything = sites(model)
         wrappers = [site.module for site in everything if "_checkpoint_wrapped_module" in site.module._modules]
@@ -378,7 +385,8 @@ class ModelFacts:
             for name, parameter in site.module._parameters.items()
             if id(parameter) in training.decayed and _is_free(site, name, structure)
         ]
-        weighted = frozenset(site.path for site in everything if isinstance(site.module, WEIGHTED))
+        layers = [site.path for site in everything if isinstance(site.module, WEIGHTED)]
+        weighted = frozenset(path for path in layers if path not in factors)
         as_built = layers_as_built(model)
         return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals), as_built)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import isfinite, prod, sqrt
+from math import isclose, isfinite, prod, sqrt
 from typing import TypeVar
 
 import torch
@@ -151,6 +151,9 @@ def _dead_units(facts: ModelFacts) -> str | None:
     return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
 
 
+_FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
+
+
 def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
     """The layers most of whose units are 0 on the whole batch."""
     found, before = [], 0.0
@@ -165,17 +168,47 @@ def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
     return found
 
 
-_FACTOR = 30  # far above healthy networks (benchmarks/planted_damage.py)
-
-
-@rule("G409", ADVICE)
-def _out_of_scale(facts: ModelFacts) -> str | None:
+def _out_of_scale_in(facts: ModelFacts, *, carried: bool) -> list[str]:
+    """The layers whose outputs are far from those of healthy networks and, or not, of a usual size behind them."""
     norms = {norm.path for norm in facts.norms}
-    sizes = ((s.path, out_of_scale(s, norm=s.path in norms, weighted=s.path in facts.weighted)) for s in facts.signals)
-    found = [f"{path or 'the model'} (× {size:.3g})" for path, size in sizes if size is not None]
-    if not found:
-        return None
-    return say("the output is far larger or smaller than the input: {found}", found=listing(found, limit=3))
+    found = []
+    for place, signal in enumerate(facts.signals):
+        size = out_of_scale(signal, norm=signal.path in norms, weighted=signal.path in facts.weighted)
+        if size is not None and carried == _is_carried(facts, place, norms):
+            found.append(f"{signal.path or 'the model'} (× {size:.3g})")
+    return found
+
+
+@rule("G409", ADVICE, harmless=lambda facts: not _out_of_scale_in(facts, carried=False))
+def _out_of_scale(facts: ModelFacts) -> str | None:
+    if found := _out_of_scale_in(facts, carried=False):
+        return say("the output is far larger or smaller than the input: {found}", found=listing(found, limit=3))
+    if found := _out_of_scale_in(facts, carried=True):
+        return say(
+            "the output is far larger or smaller than the input, and what the next layers get is not: {found}",
+            found=listing(found, limit=3),
+        )
+    return None
+
+
+def _is_carried(facts: ModelFacts, place: int, norms: set[str]) -> bool:
+    """Whether the size of a layer's output is not that of the signal behind it.
+
+    A norm of the output sets it anew, unless its running statistics are those of another size. And beside a small
+    output, as of a residual branch or of an adapter that began at 0, there is a larger one to which it is added.
+    """
+    signal = facts.signals[place]
+    if signal.path in norms or not signal.gain:
+        return False
+    fed = signal.rms / signal.gain
+    for after in facts.signals[place + 1 :]:
+        if not after.gain or (after.path not in norms and after.path not in facts.weighted):
+            continue
+        next_fed = after.rms / after.gain
+        added = signal.gain < 1 and next_fed > fed / _FACTOR
+        of_it = after.path in norms and isclose(next_fed, signal.rms, rel_tol=1e-6)
+        return added or (of_it and not stale(after) and 1 / _FACTOR < after.rms < _FACTOR)
+    return False
 
 
 def out_of_scale(signal: Signal, *, norm: bool, weighted: bool) -> float | None:
