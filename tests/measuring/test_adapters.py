@@ -405,3 +405,18 @@ def test_the_size_of_one_factor_is_no_finding() -> None:
                 if "lora_A" in name:
                     factor.div_(size)
         assert [f.code for f in measure(model, batch=ids).findings if f.code in ("G409", "G412")] == []
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(("layers", "measured"), [(["q_proj"], True), (["q_proj", "v_proj"], False)])
+def test_logits_under_an_adapter_are_measured_or_have_the_reason(layers: list[str], measured: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64))
+    found = measure(peft.get_peft_model(model, lora(target_modules=layers)), batch=torch.arange(32).reshape(2, 16))
+    said = (
+        "its values are sums of what several layers give: base_model.model.model.layers.0.self_attn.v_proj.base_layer"
+    )
+    assert any(said in note for note in found.notes) == (not measured)
+    assert bool(found.heads) == measured

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gonio.editing.twin import without_wrappers
 from gonio.editing.where import require_model, unwrapped
-from gonio.errors import first_line
+from gonio.errors import first_line, listing
 from gonio.execution import derivatives
 from gonio.messages import say
 from gonio.seeding import generator
@@ -360,6 +360,10 @@ class _Block:
             of_queries = [of_values[group] for group in groups]
         rows = [sum(len(channels) for channels in each.values()) for each in values]
         if any(len(columns) != rows[group] for columns, group in zip(of_queries, groups, strict=True)):
+            added = [self.calls[n].path for each in values if sum(map(bool, each.values())) > 1 for n in each]
+            if added:
+                names = listing(sorted(set(added)), limit=4)
+                return say("its values are sums of what several layers give: {names}", names=names)
             return say("a head has not as many columns as values, or some of them are 0 in the run")
         if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
             return say("its heads are mixed before the next layer")
