@@ -104,9 +104,9 @@ def measure(
     Args:
         source: a model (measured as its layers use their weights, parametrized or not); a state dict or a
             checkpoint that holds one; the path of a `.safetensors` file, of the index of a sharded one, of a
-            torch checkpoint (no code in it runs; a module that was saved whole is read as its tensors), of a folder that
-            holds one of these, or of another format that `docs/howto/formats.md` lists. Without the model, layouts are inferred
-            from the shapes; each tensor's `notes` say so.
+            torch checkpoint (no code in it runs; a module that was saved whole is read as its tensors), of a folder
+            that holds one of these, or of another format that `docs/howto/formats.md` lists. Without the model,
+            layouts are inferred from the shapes; each tensor's `notes` say so.
         after: a second one: then the result is :func:`gonio.measuring.difference` of the two.
         more: further ones: then the result is :func:`gonio.measuring.changes` of all from the first.
         batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
