@@ -182,6 +182,15 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)), {"batch": 1e9 * seeded(64, 6)}),
             ],
         ),
+        "G416": (
+            [*((Cut(how), {"batch": seeded(8, 6)}) for how in ("detach", "no_grad", "unused"))],
+            [
+                *((Cut(how), {"batch": seeded(8, 6)}) for how in ("", "frozen", "not called")),
+                (Cut("detach"), {}),
+                (zeroed(chain(None), 3), {"batch": seeded(64, 6)}),
+                (nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)), {"batch": seeded(8, 6)}),
+            ],
+        ),
         "G101": (
             [(zero_gains(normed()), {}), (zero_gains(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))), {})],
             [(normed(), {}), (nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, elementwise_affine=False)), {})],
@@ -395,6 +404,22 @@ def half_loaded(*, trained: int, dtype: torch.dtype = torch.float32) -> nn.Seque
         nn.init.normal_(layer.weight)
         nn.init.normal_(layer.bias)
     return model
+
+
+class Cut(nn.Module):
+    """A block that takes part in the output or not, as far as gradients know."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.block, self.head = how, nn.Linear(6, 6), nn.Linear(6, 2)
+        self.block.requires_grad_(how != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "not called":
+            return self.head(x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.how != "no_grad"):
+            y = self.block(x)
+        return self.head(x if self.how == "unused" else y.detach() if self.how == "detach" else y)
 
 
 def zero_gains(model: nn.Sequential) -> nn.Sequential:

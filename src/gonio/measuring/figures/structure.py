@@ -349,6 +349,7 @@ class ModelFacts:
         decayed: paths of the weights under weight decay whose scale the function does not depend on.
         constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
         as_built: paths of the layers that have the values of torch's initialisation, in a model that was trained.
+        learning: paths of the modules of which a parameter requires a gradient.
     """
 
     norms: tuple[NormUse, ...]
@@ -358,6 +359,7 @@ class ModelFacts:
     constant: tuple[str, ...]
     signals: tuple[Signal, ...]
     as_built: tuple[str, ...]
+    learning: frozenset[str]
 
     @classmethod
     def of(
@@ -387,8 +389,9 @@ class ModelFacts:
         ]
         layers = [site.path for site in everything if isinstance(site.module, WEIGHTED)]
         weighted = frozenset(path for path in layers if path not in factors)
-        as_built = layers_as_built(model)
-        return cls(tuple(norms), weighted, training, tuple(free), structure.constant, tuple(signals), as_built)
+        learning = frozenset(s.path for s in everything if any(p.requires_grad for p in s.module.parameters()))
+        told = structure.constant, tuple(signals), layers_as_built(model), learning
+        return cls(tuple(norms), weighted, training, tuple(free), *told)
 
 
 def _is_free(site: Site, name: str, structure: Structure) -> bool:

@@ -28,7 +28,7 @@ from gonio.measuring.findings.rules import (
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
 from gonio.measuring.reading.entry import LOW_RANK
-from gonio.messages import counted, say
+from gonio.messages import are, counted, say
 
 
 def findings_of(
@@ -334,6 +334,21 @@ def _as_built(facts: ModelFacts) -> str | None:
     if not facts.as_built:
         return None
     return say("weights are those of the initialisation: {paths}", paths=listing(list(facts.as_built), limit=3))
+
+
+@rule("G416", ADVICE)
+def _cut_off(facts: ModelFacts) -> str | None:
+    if all(signal.gradient_rms is None for signal in facts.signals):  # gradients were not measured
+        return None
+    cut = [s.path for s in facts.signals if s.gradient_rms is None and s.path in facts.learning]
+    if not cut:
+        return None
+    return say(
+        "no gradient of the model's output reaches {layers} that {are} to be trained: {paths}",
+        layers=counted(len(cut), "layer"),
+        are=are(len(cut)),
+        paths=listing([path or say("the model") for path in cut], limit=3),
+    )
 
 
 @rule("G101", ADVICE)
