@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text)
     torch.save(gonio.models.digits_cnn().state_dict(), folder / "whole.pt")
     (folder / "cut.pt").write_bytes((folder / "whole.pt").read_bytes()[:5000])
-    torch.save(nn.Linear(2, 2), folder / "module.pt")
+    torch.save(nn.L1Loss(), folder / "module.pt")
     (folder / "several").mkdir()
     for name in ("a.pt", "b.gguf", "c.safetensors", "d.safetensors"):
         (folder / "several" / name).touch()

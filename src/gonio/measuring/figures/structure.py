@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -389,8 +390,10 @@ class ModelFacts:
         ]
         layers = [site.path for site in everything if isinstance(site.module, WEIGHTED)]
         weighted = frozenset(path for path in layers if path not in factors)
-        learning = frozenset(s.path for s in everything if any(p.requires_grad for p in s.module.parameters()))
-        told = structure.constant, tuple(signals), layers_as_built(model), learning
+        own = [(s.path, p) for s in everything for p in s.module._parameters.values() if p is not None]
+        learn = {path for path, p in own if p.requires_grad}
+        around = (above for path in learn for above in accumulate(path.split("."), "{}.{}".format))
+        told = structure.constant, tuple(signals), layers_as_built(model), frozenset({*around, ""} if learn else ())
         return cls(tuple(norms), weighted, training, tuple(free), *told)
 
 
