@@ -230,7 +230,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Verdict | None]] = {
     "old spectral norm": (lambda: old(nn.utils.spectral_norm), Verdict()),
     "pruned": (lambda: prune.l1_unstructured(nn.Linear(6, 5), "weight", amount=0.5), Verdict()),
     "tied": (lambda: tied(lambda w: w), Verdict("b", SKIPPED, "tied to a.weight")),
-    "tied by memory": (lambda: tied(lambda w: nn.Parameter(w.detach())), Verdict("b")),
+    "tied by memory": (lambda: tied(lambda w: nn.Parameter(w.detach())), Verdict("b", SKIPPED, "tied to a.weight")),
     "lazy": (lambda: nn.LazyConv2d(4, 3), Verdict(status=SKIPPED, reason="a lazy layer that has seen no input")),
     "lazy norm": (nn.LazyBatchNorm2d, Verdict("running_mean", SKIPPED, "a lazy layer")),
     "meta": (lambda: nn.Linear(6, 5, device="meta"), Verdict(status=SKIPPED, reason="on the meta device")),

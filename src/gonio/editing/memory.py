@@ -38,10 +38,10 @@ def has_address(tensor: Tensor) -> bool:
         >>> has_address(torch.zeros(2)), has_address(torch.zeros(2, device="meta")), has_address(torch.zeros(0))
         (True, False, False)
     """
-    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
-        return False
     own = [base for base in type(tensor).__mro__ if base not in nn.Parameter.__mro__]
-    return not any(hook in vars(base) for base in own for hook in ("__torch_dispatch__", "__torch_function__"))
+    if any(hook in vars(base) for base in own for hook in ("__torch_dispatch__", "__torch_function__")):
+        return False  # an attribute of it may do anything
+    return not (is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0)
 
 
 def overlapping(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
