@@ -200,7 +200,10 @@ def test_a_recipe_does_not_wait_for_the_optimizer_of_a_second_model() -> None:
     model, second = network(), network()
     recipe = Recipe.from_dict({"name": "held", "hold": {"where": "type:Linear", "radius": 1.0}})
     applied = recipe.apply_(model)
+    before = [p.detach().clone() for p in model.parameters()]
     train(second, SGD(second.parameters(), lr=0.1).step, 2)
+    assert all(map(torch.equal, before, model.parameters()))
+    applied.hold_(SGD(model.parameters(), lr=0.1))  # it is still asked for the model's own
     applied.undo_()
 
 

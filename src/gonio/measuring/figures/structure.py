@@ -393,8 +393,16 @@ class ModelFacts:
         own = [(s.path, p) for s in everything for p in s.module._parameters.values() if p is not None]
         learn = {path for path, p in own if p.requires_grad}
         around = (above for path in learn for above in accumulate(path.split("."), "{}.{}".format))
-        told = structure.constant, tuple(signals), layers_as_built(model), frozenset({*around, ""} if learn else ())
-        return cls(tuple(norms), weighted, training, tuple(free), *told)
+        return cls(
+            norms=tuple(norms),
+            weighted=weighted,
+            training=training,
+            decayed=tuple(free),
+            constant=structure.constant,
+            signals=tuple(signals),
+            as_built=layers_as_built(model),
+            learning=frozenset({*around, ""} if learn else ()),
+        )
 
 
 def _is_free(site: Site, name: str, structure: Structure) -> bool:
