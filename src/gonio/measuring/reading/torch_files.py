@@ -85,10 +85,11 @@ def open_torch(path: Path, key: str = "") -> Opened:
             raise UnreadableFileError(str(path), "its weights are arrays of numpy, which are not read", do) from error
         if not raw:
             raise
-        return Opened({}, refusal=error, optimizer=fitted(raw, {}, in_order=True))
+        refusal = error.with_traceback(None)  # whose frames hold the content, and so the first map
+        return Opened({}, refusal=refusal, optimizer=fitted(raw, {}, in_order=True))
     raw = optimizers_in(mapped.content, mapped.stored)
-    prefix = found.prefix
-    opened = open_state(found, raw, lambda name: mapped.read((*found.at, f"{prefix}{name}" if prefix else name)))
+    at, prefix = found.at, found.prefix  # the reader must not hold what was found: it would keep the first map
+    opened = open_state(found, raw, lambda name: mapped.read((*at, f"{prefix}{name}" if prefix else name)))
     notes = [say("not read: objects of {names}", names=listing(classes, limit=3))] if classes else []
     return replace(opened, notes=(*opened.notes, *notes, *of_module(found.whole)))
 
