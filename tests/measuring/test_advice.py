@@ -68,6 +68,17 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
+class Applied(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(6, 8), nn.Linear(8, 2), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
 Setup = tuple[nn.Module, dict[str, Any]]
 
 
@@ -189,6 +200,13 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (Cut("detach"), {}),
                 (zeroed(chain(None), 3), {"batch": seeded(64, 6)}),
                 (nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)), {"batch": seeded(8, 6)}),
+            ],
+        ),
+        "G417": (
+            [(Applied(torch.log), {"batch": seeded(64, 6)}), (chain(None), {"batch": seeded(64, 6) / 0})],
+            [
+                (Applied(torch.log), {}),
+                (Applied(torch.exp), {"batch": seeded(64, 6)}),
             ],
         ),
         "G101": (

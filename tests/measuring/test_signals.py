@@ -8,6 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -534,9 +535,35 @@ class Logarithm(nn.Module):
 def test_outputs_that_are_not_finite_are_said() -> None:
     torch.manual_seed(0)
     found = measure(Logarithm(), batch=torch.randn(8, 4))
-    note = "On this batch 1 of 2 layers have outputs that are NaN or infinite; the first of them is last."
-    assert note in found.notes
-    assert "the first of them is last" in " ".join(str(found).split())
+    assert [(finding.code, finding.level) for finding in found.findings] == [("G417", "warn")]
+    assert "1 of 2 layers gave NaN or infinity on this batch; the first: last" in " ".join(str(found).split())
+
+
+class Masking(nn.Module):
+    def forward(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(scores < 0, -torch.inf)
+
+
+def test_infinite_scores_before_a_softmax_are_a_remark() -> None:
+    torch.manual_seed(0)
+    found = measure(nn.Sequential(nn.Linear(4, 8), Masking(), nn.Softmax(-1)), batch=torch.randn(8, 4))
+    assert [(finding.code, finding.level) for finding in found.findings] == [("G417", "info")]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ("text", "no tensor, but str"),
+        (numpy.zeros((4, 3)), r"no tensor, but ndarray. Give tensors; torch.from_numpy\(array\)"),
+        (torch.zeros(4, 3), "float32 at the layer '0', which takes indices"),
+        (torch.full((4, 3), 10), "the index 10 at the layer '0', which has 10 rows. Give indices from 0 to 9"),
+    ],
+)
+def test_a_batch_that_is_no_input_of_the_model_is_said_to_be_none(batch: Any, said: str) -> None:
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4))
+    asked = r"measure\(batch=\) must be an input that the model takes"
+    with pytest.raises(InvalidArgumentError, match=f"{asked}; found {said}"):
+        measure(model, batch=batch)
 
 
 def test_a_batch_without_examples_is_said() -> None:

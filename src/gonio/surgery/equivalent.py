@@ -157,10 +157,11 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
 
 
 _CHANNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
-    """Why a model cannot run on an example: which layer got another size or dtype, and what to do; else empty."""
+    """Why a model cannot run on an example: which layer got what it does not take, and what to do; else empty."""
     last: list[tuple[str, nn.Module, Tensor]] = []
 
     def record(path: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -171,7 +172,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         return "a model on the meta device, which has no values", "Load its weights first."
     with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
         for site in sites(plain):
-            if isinstance(site.module, (nn.Linear, *_CHANNELS)):
+            if isinstance(site.module, (nn.Linear, *_CHANNELS, *_TABLES)):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path), with_kwargs=True))
                 hooks.enter_context(site.module.register_forward_hook(lambda *_: last.clear()))  # it takes its input
         try:
@@ -180,6 +181,12 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
             path, module, given = last[0] if last else ("", plain, torch.empty(0))
         else:
             return "", ""
+    leaves = tree_flatten(example)[0]
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        found = say("no tensor, but {kind}", kind=type(leaves[0]).__name__ if leaves else type(example).__name__)
+        return found, say("Give tensors; torch.from_numpy(array) makes one of an array.")
+    if isinstance(module, _TABLES):
+        return _no_indices(path, given, module.num_embeddings)
     if last and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dtype != given.dtype:
         names = {"given": str(given.dtype).removeprefix("torch."), "wanted": str(weight.dtype).removeprefix("torch.")}
         found = say("{given} at the layer {path!r}, whose weight has the dtype {wanted}", path=path, **names)
@@ -197,6 +204,20 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
     same = isinstance(example, Tensor) and example.shape == given.shape
     do = f"Give an input of the sizes {'x'.join(map(str, sizes))}." if same else "Give the sizes of the model's input."
     return f"{given.shape[axis]} {what} at the layer {path!r}, which takes {wanted}", do
+
+
+def _no_indices(path: str, given: Tensor, rows: int) -> tuple[str, str]:
+    """Why a table of rows cannot look up what it is given, and what to do; else empty."""
+    if given.dtype not in (torch.int32, torch.int64):
+        name = str(given.dtype).removeprefix("torch.")
+        found = say("{name} at the layer {path!r}, which takes indices", name=name, path=path)
+        return found, say("Give whole numbers of the dtype int64, as a tokenizer does.")
+    outside = given[(given < 0) | (given >= rows)]
+    if not outside.numel():
+        return "", ""
+    index = int(outside[0])
+    found = say("the index {index} at the layer {path!r}, which has {rows} rows", index=index, path=path, rows=rows)
+    return found, say("Give indices from 0 to {last}.", last=rows - 1)
 
 
 @contextmanager

@@ -543,15 +543,12 @@ class _Logarithm(nn.Module):
         return torch.log(-1 - x.abs())
 
 
-def test_a_model_without_findings_whose_outputs_are_not_finite_is_not_called_healthy() -> None:
+def test_a_model_whose_outputs_are_not_finite_is_not_called_healthy() -> None:
     model = nn.Sequential(nn.Linear(16, 16), _Logarithm(), nn.Linear(16, 4))
     treated = gonio.doctor(model, batch=torch.randn(8, 16))
-    assert treated.before.findings == ()
-    assert treated.summary.startswith("No findings in the weights, but outputs that are NaN or infinite")
-    assert treated.notes == (
-        "On this batch 2 of 3 layers have outputs that are NaN or infinite; the first of them is 1.",
-    )
-    assert treated.notes[0] in str(treated)
+    assert [finding.code for finding in treated.before.findings] == ["G417"]
+    assert "untreated (for G417)" in str(treated)
+    assert "Done: nothing." in str(treated)
 
 
 def test_a_model_without_values_is_not_called_healthy() -> None:

@@ -25,7 +25,6 @@ from gonio.lab.treating.retrain import retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
 from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
-from gonio.measuring.figures import signals
 from gonio.measuring.findings.remedies import Remedy
 from gonio.measuring.findings.rules import rule_texts
 from gonio.messages import fixed, said_by, say
@@ -290,7 +289,7 @@ class _Case:
         steps = [step for step, treats in self.steps if step.verdict != "not applied" or left & _keys(treats)]
         untreated = _untreated(self.found, self.model)
         made = Treatment(self.before.source, self.before, self.found, tuple(steps), untreated, self.model)
-        return replace(made, edits=tuple(self.edits), notes=(*self.notes, *signals.not_finite(self.found.signals)))
+        return replace(made, edits=tuple(self.edits), notes=self.notes)
 
 
 def _why_not(remedy: Remedy, finding: Finding, model: nn.Module | None) -> str:

@@ -99,10 +99,6 @@ class Treatment:
         """The result in one sentence."""
         if not self.before.findings and not self.before.layers:
             return joined([self.before.verdict, self.before.coverage], " ")
-        if not self.before.findings and any(signal.nonfinite for signal in self.before.signals):
-            return say(
-                "No findings in the weights, but outputs that are NaN or infinite, for which no treatment is known."
-            )
         if not self.before.findings:
             return say("Nothing to do: no findings.")
         times = Counter(call_of(step.verb) for step in self.kept)

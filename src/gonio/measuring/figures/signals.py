@@ -121,24 +121,8 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
 
 
 def _notes(signals: Sequence[Signal]) -> list[str]:
-    """What the figures of signals leave out: values that are not finite, or everything."""
-    if not signals:
-        return [say("Outputs were not measured: no layer had one with values on this batch.")]
-    return not_finite(signals)
-
-
-def not_finite(signals: Sequence[Signal]) -> list[str]:
-    """Where outputs are NaN or infinite, as a note; none where all are finite."""
-    broken = [signal for signal in signals if signal.nonfinite]
-    if not broken:
-        return []
-    told = {"count": len(broken), "of": len(signals), "path": broken[0].path or say("the model")}
-    return [
-        say(
-            "On this batch {count} of {of} layers have outputs that are NaN or infinite; the first of them is {path}.",
-            **told,
-        )
-    ]
+    """That no layer had an output with values."""
+    return [] if signals else [say("Outputs were not measured: no layer had one with values on this batch.")]
 
 
 def _run(model: nn.Module, batch: Any) -> Any:

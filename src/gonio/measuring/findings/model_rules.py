@@ -351,6 +351,19 @@ def _cut_off(facts: ModelFacts) -> str | None:
     )
 
 
+@rule("G417", ADVICE, harmless=lambda facts: not facts.signals[-1].nonfinite)
+def _not_finite(facts: ModelFacts) -> str | None:
+    broken = [signal.path or say("the model") for signal in facts.signals if signal.nonfinite]
+    if not broken:
+        return None
+    return say(
+        "{count} of {of} layers gave NaN or infinity on this batch; the first: {path}",
+        count=len(broken),
+        of=len(facts.signals),
+        path=broken[0],
+    )
+
+
 @rule("G101", ADVICE)
 def _zero_gains(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if _is_zero(dict(norm.module._parameters.items()).get("weight"))]
