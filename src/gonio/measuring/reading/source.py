@@ -44,7 +44,6 @@ from gonio.measuring.reading.entry import (
     StoredTensor,
     TensorEntry,
     clean_names,
-    dtype_named,
     has_bias,
     infer,
     is_batched_kernel,
@@ -205,8 +204,7 @@ def _is_untold(entry: TensorEntry, stored: StoredTensor | None) -> bool:
     """Whether a tensor is a matrix of numbers of which only the order of the dimensions is not known."""
     if entry.reason != UNKNOWN or entry.role or stored is None or len(stored.shape) != 2 or 1 in stored.shape:
         return False
-    dtype = dtype_named(stored.values or stored.dtype)
-    return dtype is not None and dtype.is_floating_point
+    return stored.floating
 
 
 def tables_in(shapes: Shapes) -> frozenset[tuple[int, ...]]:
