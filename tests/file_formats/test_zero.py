@@ -111,6 +111,15 @@ def save(
 EXPECTED = {**WEIGHTS, "norm.count": torch.ones(4, 4), "head.weight": STATE["layers.0.weight"]}
 
 
+def test_lists_of_the_same_lists_are_read_once(tmp_path: Path, deepspeed: dict[str, Any]) -> None:
+    nested: list[Any] = [torch.ones(2)]
+    for _ in range(14):
+        nested = [nested] * 8  # 8 ** 14 places of one tensor
+    first = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    source = save(tmp_path / "zero", 2, deepspeed, lambda files: files[first].update(ds_config=nested))
+    assert gonio.check(source).contents.beside == 2 * RANKS + len(WEIGHTS) + 1
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equal_weights_have_equal_figures(tmp_path: Path, stage: int, deepspeed: dict[str, Any]) -> None:
     source = save(tmp_path / "zero", stage, deepspeed)

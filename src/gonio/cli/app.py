@@ -37,7 +37,7 @@ from gonio.errors import (
 )
 from gonio.escaping import aligned, plain, printed, write_text
 from gonio.languages import language, language_of
-from gonio.messages import LANGUAGES, Message, fixed, joined, local, recognised, say, tag
+from gonio.messages import LANGUAGES, Message, fixed, joined, local, recognised, said_by, say, tag
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -373,11 +373,9 @@ def _message(error: GonioError | OSError) -> Message:
     """The message with the notes that were added to the error."""
     if isinstance(error, PlanChangedError):
         return _plan_changes(error)
-    text: str = Message(str(error))
+    text = said_by(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = Message(f"{error.filename}: {error.strerror}")
-    elif error.args and isinstance(error.args[0], Message):
-        text = error.args[0]
     return joined([text, *getattr(error, "__notes__", [])], "\n")
 
 

@@ -51,8 +51,8 @@ def cost(
 
     check_folders({"json": json}, [*(recipes or []), model, batch])
     chosen = [Recipe.load(name) for name in recipes or BUILT_IN_RECIPES]
-    example = read_batch(batch, option="--batch")
-    check_runs(build_model(model, seed=seed), example, option="--batch")
+    example = read_batch(batch)
+    check_runs(build_model(model, seed=seed), example)
     with users_code(model):
         rows = step_costs(
             lambda: build_model(model, seed=seed), example, chosen, optimizer=optimizer, device=device, seconds=seconds

@@ -83,9 +83,9 @@ def doctor(
         raise InvalidArgumentError(
             say("{option} takes a model", option=option), "a file alone", "Add --model FILE.py:FACTORY."
         )
-    example = None if batch is None else read_input(batch, option="--batch")
+    example = None if batch is None else read_input(batch)
     if example is not None:
-        check_runs(first, example.value if isinstance(example, RandomInput) else example, option="--batch")
+        check_runs(first, example.value if isinstance(example, RandomInput) else example)
     with users_code(task, model, source):
         before = None if base is None else _base(base, key)
         treated = gonio.doctor(first, task=task, batch=example, base=before, apply_unproven=unproven)

@@ -107,13 +107,13 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
     return drawn(found, seed=seed)
 
 
-def read_batch(word: str, *, option: str) -> Any:
+def read_batch(word: str) -> Any:
     """The values of :func:`read_input`, where it does not matter whether they are data."""
-    given = read_input(word, option=option)
+    given = read_input(word)
     return given.value if isinstance(given, RandomInput) else given
 
 
-def read_input(word: str, *, option: str) -> Any:
+def read_input(word: str) -> Any:
     """A batch: `2x3x224x224` for standard normal numbers, the same in every call, or a file.
 
     A file holds one tensor (`.pt`, `.npy`, `.safetensors`), or named tensors, which become keyword arguments.
@@ -124,7 +124,7 @@ def read_input(word: str, *, option: str) -> Any:
     sizes = word.replace(",", "x").split("x")
     digits = all(size.isascii() and size.isdigit() and len(size) <= 10 and int(size) > 0 for size in sizes)
     if not digits or math.prod(map(int, sizes)) > _MOST_NUMBERS:
-        takes = f"{option} takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
+        takes = f"--batch takes positive sizes joined by x, or a file ({', '.join(_BATCH_SUFFIXES)})"
         raise InvalidArgumentError(takes, f"{word!r:.80}", "Write e.g. 2x3x224x224.")
     return RandomInput(tuple(map(int, sizes)))
 
@@ -151,7 +151,7 @@ def _batch_from_file(path: Path) -> Any:
     return next(iter(content.values())) if named and len(content) == 1 else content
 
 
-def check_runs(model: nn.Module, batch: Any, *, option: str) -> None:
-    """Run the model on a batch of the user; its error becomes one of the option."""
-    with fitting(model, batch, option, always=True):
+def check_runs(model: nn.Module, batch: Any) -> None:
+    """Run the model on a batch of the user; its error becomes one of `--batch`."""
+    with fitting(model, batch, "--batch", always=True):
         outputs(model, batch)

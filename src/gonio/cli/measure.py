@@ -136,10 +136,10 @@ def _example(source: Any, batch: str | None) -> Any:
 
     if batch is None:
         return None
-    example = read_batch(batch, option="--batch")
+    example = read_batch(batch)
     if isinstance(source, (str, os.PathLike)):
         raise InvalidArgumentError("--batch runs a model", "a file alone", "Add --model FILE.py:FACTORY.")
-    check_runs(source, example, option="--batch")
+    check_runs(source, example)
     return example
 
 

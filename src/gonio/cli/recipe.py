@@ -91,12 +91,12 @@ def fold(
 
     check_target(output, [checkpoint, model, recipe, batch])
     selector = read_where(where)
-    example = None if batch is None else read_batch(batch, option="--batch")
+    example = None if batch is None else read_batch(batch)
     found = read(checkpoint, key=key)
     used = Recipe.load(recipe) if recipe is not None else found.recipe
     built = restored_model(found, model, recipe=used)
     if example is not None:
-        check_runs(built, example, option="--batch")
+        check_runs(built, example)
     edited = fold_(built, example=example, where=selector)
     folded_by = used.hash if used is not None else found.folded
     write(Checkpoint(output, built.state_dict(), folded=folded_by), found)

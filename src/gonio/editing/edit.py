@@ -140,7 +140,8 @@ class Edit:
         """Note the changed layers inside adapters of peft, which merges into the weight that a layer stores."""
         tuner = loaded("peft.tuners.tuners_utils:BaseTunerLayer")
         changed = {id(module) for module in self._classes} | {id(o._modules.get(name)) for o, name in self._slots}
-        found = [s.path for s in sites(self.model) if isinstance(s.module, tuner) and changed & _ids(s.module)]
+        tuners = [site for site in sites(self.model) if isinstance(site.module, tuner)]
+        found = [site.path for site in tuners if changed & set(map(id, site.module.children()))]
         if found:
             text = say(
                 "merge and unmerge the adapters of {paths} before this edit or after its undo: peft adds them to the "
@@ -256,10 +257,6 @@ class Edit:
                     holder = f"{site.path}.{name}".removeprefix(".")
                     self.note(f"{holder} still holds the module that was {path}: no edit reaches it there")
         return Edited(self.verb, tuple(self.changes), tuple(self.notes), _Undo(self))
-
-
-def _ids(module: nn.Module) -> set[int]:
-    return {id(child) for child in module.children()}
 
 
 class Undo(Protocol):

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from gonio.editing.twin import copy_of
 from gonio.editing.where import require_model, run_eagerly, unwrapped
@@ -23,6 +22,7 @@ from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator, state_kept
 from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of
 from gonio.surgery.graph import Graph, trace
+from gonio.surgery.products import floats_in
 
 _PAIRS = 0.02  # distance of the pairs of the lower bound, relative to the size of an input
 
@@ -264,7 +264,7 @@ class _Distances(Interpreter):
 
 def _flat(outputs: Any, examples: int | None = None) -> Tensor:
     """All floating-point tensors in the outputs as one vector, or one row per example."""
-    leaves = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = floats_in(outputs)
     if not leaves or any(x.numel() % (examples or 1) for x in leaves):
         found = f"outputs of shapes {[tuple(x.shape) for x in leaves]}"
         raise InvalidArgumentError("certify() needs outputs for each example", found, "Leave out a loss or a mean.")

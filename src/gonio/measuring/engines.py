@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
-from gonio.errors import InvalidArgumentError, MissingExtraError
+from gonio.errors import InvalidArgumentError, import_extra
 from gonio.measuring.journal import Journal, stamps
 from gonio.measuring.reading.source import CheckpointPart, Source
 
@@ -176,13 +176,10 @@ def _on_ray(
 
 def _connected() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = import_extra("ray", "measure(engine='ray')", package="ray", extra="ray")
     try:
-        import ray
-
         if not ray.is_initialized():
             ray.init(address="auto", log_to_driver=False)
-    except ImportError as error:
-        raise MissingExtraError("measure(engine='ray')", "ray", "ray") from error
     except ConnectionError as error:
         raise InvalidArgumentError(
             "measure(engine='ray') connects to a running cluster",

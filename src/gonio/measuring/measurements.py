@@ -190,9 +190,7 @@ class Measurements(Table[TensorMeasurement]):
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             groups, shown, said = self._shown(TERMINAL)
             if groups is not None:
-                yield groups.rich()
-                yield Text("")
-                yield Text(local(said), style="dim")
+                yield from groups.rich(said)
             columns = columns_of(shown)
             yield tensor_table("layer", shown, columns, KEPT, width, flagged=flagged)
             wide = fitting(shown, columns, KEPT, width)

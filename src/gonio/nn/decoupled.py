@@ -26,7 +26,7 @@ from gonio.errors import NotApplicableError
 from gonio.execution import autocast_is_on, inside_backward, is_sharded, ordinary_eager, several_ranks, total
 from gonio.geometry import normalize, safe_norm
 from gonio.geometry.kernels import applies_to, rescaled
-from gonio.geometry.norms import full_precision, least_norm, widen
+from gonio.geometry.norms import computed_in, full_precision, least_norm, widen
 from gonio.nn import kernels
 from gonio.nn.conversion import RunningStatistics, check_plain, share_, with_weight_
 from gonio.nn.magnitude import SHORTEST, Number, scaled
@@ -408,8 +408,7 @@ class Decoupled(RunningStatistics):
             new = torch.empty(patches.filters(self.weight), device=device, dtype=dtype)
             self.register_parameter(key, nn.Parameter(new))
         relative = bool(magnitude.in_mean_norms)
-        single = torch.float64 if dtype == torch.float64 else torch.float32
-        mean_norm = torch.empty(patches.groups, device=device, dtype=single) if relative else None
+        mean_norm = torch.empty(patches.groups, device=device, dtype=computed_in(dtype)) if relative else None
         self.register_buffer("mean_norm", mean_norm)
         count = torch.zeros((), device=device, dtype=torch.long) if relative else None
         self.register_buffer("num_batches_tracked", count)

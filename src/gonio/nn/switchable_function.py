@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gonio.execution import ProcessGroup, total
-from gonio.geometry.norms import widen
+from gonio.geometry.norms import widen, widest
 
 MixLogits = tuple[Tensor, Tensor]  # of the means and of the variances
 Affine = tuple[Tensor | None, Tensor | None]  # scale and shift
@@ -65,11 +65,6 @@ def switchable_norm(
     return out.to(x.dtype), None if running is not None else (batch[0].squeeze(0), batch[1].squeeze(0)), count
 
 
-def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype of the small arrays: float64 where the device has it."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
-
-
 def spread(values: Tensor, x: Tensor) -> Tensor:
     """An array (…, N, C) in the dtype of x, shaped to broadcast against it."""
     return values.to(x.dtype).view(*values.shape, *(1 for _ in x.shape[2:]))
@@ -83,7 +78,7 @@ def pivot_of(x: Tensor) -> Tensor:
 
 def moments(mean: Tensor, mean_square: Tensor, pivot: Tensor) -> Pair:
     """Means and biased variances of x from the moments of x − pivot, (N, C)."""
-    kind = accumulator(mean)
+    kind = widest(mean)
     offset = mean.to(kind)
     return pivot.to(kind) + offset, (mean_square.to(kind) - offset.square()).clamp_min(0)
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError
 from gonio.execution import ProcessGroup, inside_backward, ordinary_eager, several_ranks, total
-from gonio.geometry.norms import whole
+from gonio.geometry.norms import whole, widest
 from gonio.nn import kernels
 from gonio.nn.conversion import RunningStatistics, check_plain
-from gonio.nn.switchable_function import Pair, Settings, accumulator, switchable_norm
+from gonio.nn.switchable_function import Pair, Settings, switchable_norm
 
 KINDS = ("instance", "layer", "batch")
 
@@ -145,7 +145,7 @@ class SwitchableNorm(RunningStatistics):
         single = join and math.prod(positions.shape[2:]) <= 1
         function = kernels.switchable_norm_closed if ordinary_eager(x) else switchable_norm
         logits, affine = (self.mean_logits, self.var_logits), (self.weight, self.bias)
-        running = self._running(accumulator(x), fixed=fixed)
+        running = self._running(widest(x), fixed=fixed)
         settings = Settings(self.eps, join, defined, single, self.process_group)
         out, batch, count = function(positions, logits, affine, running, settings)
         # a checkpointed forward is computed again in backward, and counts once

@@ -115,14 +115,12 @@ def _nothing_moves(found: Movable) -> NotApplicableError:
     if found.untraced:
         why = joined(found.blocks.reasons(), "; ") or say("it has no known attention or MLP")
         told = {"reason": fixed(found.untraced), "why": why}
-        return _not_applicable(say("the model cannot be traced ({reason}), and {why}", **told), "Balance its parts.")
-    pinned = [*sorted({v.pinned for v in found.variables if v.pinned}), *found.blocks.reasons()]
-    why = joined([*map(fixed, pinned)], "; ") or say("no layer feeds another")
-    return _not_applicable(say("no scale is free to move: {why}", why=why), "Leave this model as it is.")
-
-
-def _not_applicable(why: str, do: str) -> NotApplicableError:
-    return NotApplicableError("balance_", "", why, do, action="balance")
+        reason, do = say("the model cannot be traced ({reason}), and {why}", **told), "Balance its parts."
+    else:
+        pinned = [*sorted({v.pinned for v in found.variables if v.pinned}), *found.blocks.reasons()]
+        why = joined([*map(fixed, pinned)], "; ") or say("no layer feeds another")
+        reason, do = say("no scale is free to move: {why}", why=why), "Leave this model as it is."
+    return NotApplicableError("balance_", "", reason, do, action="balance")
 
 
 def _rescale_(

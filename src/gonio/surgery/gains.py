@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
@@ -18,6 +17,7 @@ from gonio.execution import derivatives
 from gonio.geometry.views import why_not_dense
 from gonio.seeding import generator
 from gonio.surgery.logits import facts_of_norm
+from gonio.surgery.products import floats_in
 from gonio.surgery.recording import Call, Normed, Recording, noise_like, record
 from gonio.surgery.symmetries import Confirmed, TwinTrial, confirmed
 
@@ -190,8 +190,7 @@ class _Read:
 
 
 def _reads(run: Recording, normed: Sequence[Normed]) -> list[_Read]:
-    outputs = [x for x in tree_flatten(run.outputs)[0] if isinstance(x, Tensor) and x.is_floating_point()]
-    given: list[tuple[Call | None, Tensor]] = [(None, x) for x in outputs]
+    given: list[tuple[Call | None, Tensor]] = [(None, x) for x in floats_in(run.outputs)]
     found = []
     for call, x in [*given, *((call, call.x) for call in run.calls)]:
         if not x.requires_grad or not normed:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 MASKED = -1e4  # logits below are those of pairs that a mask excludes
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
@@ -156,6 +157,11 @@ def _of_queries(shares: Tensor) -> bool:
         return False
     over_keys, over_queries = (bool((shares.detach().sum(dim) - 1).abs().max() < 1e-3) for dim in (-1, -2))
     return over_queries and not over_keys
+
+
+def floats_in(result: Any) -> list[Tensor]:
+    """The floating-point tensors in any nesting of tuples, lists and dicts, in their order."""
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def tensors_of(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:

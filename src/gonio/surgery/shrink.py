@@ -149,7 +149,7 @@ def shrink_change_(
         for site in found:
             names = []
             for name, parameter in site.module.named_parameters(recurse=False):
-                own = f"{site.path}.{name}" if site.path else name
+                own = f"{site.path}.{name}".removeprefix(".")
                 before = weights.get(own)
                 if before is None or before.shape != parameter.shape:
                     missing.append(own)
@@ -244,11 +244,15 @@ def _note_missing(edit: Edit, verb: str, missing: list[str], *, none: bool) -> N
         raise NotApplicableError(verb, missing[0], why, do, action="change")
 
 
+def _refuse_nonfinite(verb: str, site: Site, *tensors: Tensor) -> None:
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        why = say("it or its base has values that are not finite")
+        raise NotApplicableError(verb, site.path, why, "Restore it.", action="change", kind=site.kind)
+
+
 @torch.no_grad()
 def _between(site: Site, before: Tensor, now: Tensor, factor: float) -> Tensor:
-    if not bool(torch.isfinite(now).all()) or not bool(torch.isfinite(before).all()):
-        why = say("it or its base has values that are not finite")
-        raise NotApplicableError("shrink_change_", site.path, why, "Restore it.", action="change", kind=site.kind)
+    _refuse_nonfinite("shrink_change_", site, now, before)
     wide = torch.promote_types(now.dtype, torch.float32)
     old, new = before.to(now.device, wide), now.to(wide)
     return new if factor == 1 else (old + factor * (new - old)).to(now.dtype)
@@ -258,9 +262,7 @@ def _between(site: Site, before: Tensor, now: Tensor, factor: float) -> Tensor:
 def _shrink(edit: Edit, site: Site, before: Tensor, factor: float, k: int, threshold: float) -> None:
     parameter = site.module.get_parameter("weight")
     weight = whole(parameter.detach())
-    if not bool(torch.isfinite(weight).all()) or not bool(torch.isfinite(before).all()):
-        why = say("it or its base has values that are not finite")
-        raise NotApplicableError("shrink_intruders_", site.path, why, "Restore it.", action="change", kind=site.kind)
+    _refuse_nonfinite("shrink_intruders_", site, weight, before)
     layout = layout_of(site.module)
     matrices = matrix_view(weight, layout)
     parts, count = [], 0

@@ -12,7 +12,6 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from gonio.editing.twin import evaluating, in_mode, set_tensors_
 from gonio.editing.where import unwrapped
@@ -24,6 +23,7 @@ from gonio.surgery.anatomy import anatomy
 from gonio.surgery.blocks import Anatomy, Attention, Mlp
 from gonio.surgery.equivalent import SAME_OUTPUTS, call, deviation, tensors_in
 from gonio.surgery.facts import may_change
+from gonio.surgery.products import floats_in
 from gonio.surgery.recording import Part
 
 _SWEEPS = 10_000
@@ -394,8 +394,7 @@ class _Coarsest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        leaves = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        self.eps = max([self.eps, *(torch.finfo(leaf.dtype).eps for leaf in leaves)])
+        self.eps = max([self.eps, *(torch.finfo(x.dtype).eps for x in floats_in(out))])
         return out
 
 

@@ -19,6 +19,7 @@ from gonio.messages import say
 from gonio.seeding import generator
 from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.gains import not_run
+from gonio.surgery.products import floats_in
 from gonio.surgery.recording import Call, Normed, Part, Recording, noise_like, record
 from gonio.surgery.symmetries import Confirmed, OfBlocks, Symmetry, TwinTrial, confirmed, of_values
 
@@ -248,7 +249,7 @@ class _Spaces:
             self._read(norm.out, -1, norm.path, norm=norm)
         for call in run.calls:
             self._read(call.x, call.channel, call.tensor, reader=call)
-        for x in _tensors(run.outputs):
+        for x in (x for x in floats_in(run.outputs) if x.ndim):
             for leaf in self._sources(x):
                 self._space(leaf).why_not = say("it is an output of the model")
         spaces = list(dict.fromkeys(self._joined.values()))
@@ -413,8 +414,3 @@ class _Spaces:
 def _reaches(gradient: Tensor | None, dim: int, hidden: Tensor) -> bool:
     """Whether a gradient is not 0 at channels that do not belong to the sum."""
     return gradient is not None and bool((gradient.movedim(dim, -1)[..., hidden] != 0).any())
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(outputs)
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from pydantic import Json, TypeAdapter, ValidationError
 
 from gonio.errors import StudyError, StudyLockedError
-from gonio.escaping import plain
+from gonio.escaping import plain, write_text
 from gonio.lab.judging.results import CostRow, RecipeTuning, Results, summarise
 from gonio.lab.plan import RecipeEntry, StudyPlan, extended
 from gonio.lab.record import RunRecord
@@ -578,12 +578,7 @@ def _add_hash(folder: Path, plan: StudyPlan) -> None:
 def _write_plan(folder: Path, plan: StudyPlan) -> None:
     """Replace the plan atomically: a crash leaves the old or the new one."""
     text = json.dumps(plan.to_dict(), indent=1, ensure_ascii=False) + "\n"
-    path, draft = folder / _PLAN, folder / f"{_PLAN}.new"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    flush_folder(folder)
+    path = folder / _PLAN
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_text(text, path)
+        flush_folder(folder)

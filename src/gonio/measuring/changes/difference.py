@@ -279,9 +279,7 @@ class Differences(PagedTable[TensorDifference]):
             flagged = {finding.path for finding in self.findings if finding.level != "info"}
             groups, shown, said = self._shown(TERMINAL)
             if groups is not None:
-                yield groups.rich()
-                yield Text("")
-                yield Text(local(said), style="dim")
+                yield from groups.rich(said)
             yield tensor_table("tensor", shown, COLUMNS, KEPT, options.max_width, flagged=flagged)
             yield Text("")
         if any(head.relative for head in self.heads):

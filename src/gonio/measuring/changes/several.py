@@ -221,9 +221,7 @@ class Changes(PagedTable[Agreement]):
         yield from self._cosines()
         groups, shown, said = self._shown(TERMINAL)
         if groups is not None:
-            yield groups.rich()
-            yield Text("")
-            yield Text(local(said), style="dim")
+            yield from groups.rich(said)
         yield tensor_table("tensor", [self.whole, *shown], COLUMNS, KEPT, options.max_width)
         yield Text("")
         yield Text(local(self.coverage), style="dim")

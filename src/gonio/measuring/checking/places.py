@@ -168,9 +168,7 @@ def with_codes(found: Inventory) -> Inventory:
     codes = set()
     for weight in stored_weights(suspects, stored, {}):
         first = stored[weight.parts[0]]
-        dtype = dtype_named(first.dtype)
-        floats = dtype is not None and dtype.is_floating_point
-        if floats and weight.stored is not None and weight.stored.entries != first.entries:
+        if first.floating and weight.stored is not None and weight.stored.entries != first.entries:
             codes.add(weight.parts[0])
     coded = (replace(one, values=CODES) if one.name in codes and not one.beside else one for one in found.places)
     return replace(found, places=tuple(coded))

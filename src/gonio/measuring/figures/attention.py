@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.errors import first_line
+from gonio.geometry.norms import computed_in
 from gonio.messages import say
 from gonio.seeding import state_kept
 from gonio.surgery import Anatomy, Attention, sites
@@ -137,7 +138,7 @@ def _split(logits: Tensor, query: Tensor, key: Tensor, scale: float) -> Iterator
     start = 0
     for part in _rows(logits):
         some = query[..., start : start + part.shape[-2], :]
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        wide = computed_in(query.dtype)
         products = some.to(wide) @ key.to(wide).mT * scale
         yield part, products.reshape(part.shape)
         start += part.shape[-2]

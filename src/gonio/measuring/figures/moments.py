@@ -28,7 +28,6 @@ from gonio.editing.optimizer_states import state_powers
 from gonio.execution import one_thread
 from gonio.geometry.blocks import count_nonfinite, row_norms
 from gonio.geometry.norms import widen
-from gonio.measuring.reading.entry import StoredTensor, dtype_named
 from gonio.measuring.reading.optimizers import ParameterState
 from gonio.messages import say
 
@@ -243,12 +242,10 @@ def _measured(state: ParameterState, norms: dict[int, float]) -> StateMeasuremen
 
 def _figures(state: ParameterState, rate: float | None, norms: dict[int, float]) -> dict[str, Any]:
     """The figures; beside the largest norm of the weights that it may be, so that an update is at least so large."""
-    held = {name: t for name, t in state.tensors.items() if t.shape == state.shape and _floating(t)}
+    held = {name: t for name, t in state.tensors.items() if t.shape == state.shape and t.floating}
     moments = Moments.of(held, state.options)
     names = {moments.first, moments.second, moments.under} - {""}
-    others = sum(
-        count_nonfinite(t.load())[0] for name, t in state.tensors.items() if name not in names and _floating(t)
-    )
+    others = sum(count_nonfinite(t.load())[0] for name, t in state.tensors.items() if name not in names and t.floating)
     if not names:
         return {"nonfinite": others, "reason": say("its tensors are not known as moments of gradients")}
     tensors = {name: held[name].load() for name in sorted(names)}
@@ -258,7 +255,7 @@ def _figures(state: ParameterState, rate: float | None, norms: dict[int, float])
     made["nonfinite"] += others
     if moments.second:
         made |= _of_second(tensors[moments.second], sums, moments, state.step)
-    weights = [weight for weight in state.weights if _floating(weight)]
+    weights = [weight for weight in state.weights if weight.floating]
     if weights and rate is not None:
         for weight in weights:
             if id(weight) not in norms:
@@ -278,11 +275,6 @@ def state_row(moments: Moments, sums: StateSums, entries: int) -> dict[str, Any]
     if not moments.reason:
         made["update_rms"] = sqrt(sums.update / entries)
     return made
-
-
-def _floating(tensor: StoredTensor) -> bool:
-    dtype = dtype_named(tensor.values or tensor.dtype)
-    return dtype is not None and dtype.is_floating_point
 
 
 def _of_second(second: Tensor, sums: StateSums, moments: Moments, step: float | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -169,7 +169,8 @@ def _first_statistics(model: nn.Module) -> Iterator[None]:
     """Batch norms that have seen no batch use the statistics of this one, and do not update their own."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     norms = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
-    fresh = [m for m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked and _is_unseen(m)]
+    fresh = [m for m in norms if m.num_batches_tracked is not None and not m.num_batches_tracked]
+    fresh = [m for m in fresh if are_unseen(m.get_buffer("running_mean"), m.get_buffer("running_var"))]
     handles = [norm.register_forward_pre_hook(_use_batch, with_kwargs=True) for norm in fresh]
     try:
         yield
@@ -179,9 +180,9 @@ def _first_statistics(model: nn.Module) -> Iterator[None]:
             norm.track_running_stats, norm.training = True, False
 
 
-def _is_unseen(norm: nn.Module) -> bool:
-    """Whether the statistics have their initial values; `num_batches_tracked` alone is 0 after `calibrate_` too."""
-    return not bool(norm.get_buffer("running_mean").any()) and not bool((norm.get_buffer("running_var") != 1).any())
+def are_unseen(mean: Tensor, var: Tensor) -> bool:
+    """Whether statistics have their initial values; `num_batches_tracked` alone is 0 after `calibrate_` too."""
+    return not bool(mean.any()) and not bool((var != 1).any())
 
 
 def _use_batch(norm: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -193,13 +194,11 @@ def _use_batch(norm: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, 
 
 @contextmanager
 def _hooked(layers: Iterable[nn.Module], hooks: _Outputs | _Gradients) -> Iterator[None]:
-    handles = [layer.register_forward_pre_hook(hooks.before, with_kwargs=True) for layer in layers]
-    handles += [layer.register_forward_hook(hooks.after, with_kwargs=True) for layer in layers]
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(layer.register_forward_pre_hook(hooks.before, with_kwargs=True))
+            stack.enter_context(layer.register_forward_hook(hooks.after, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Outputs:
@@ -450,7 +449,7 @@ def train_eval_gap(norm: nn.Module, arguments: Any, keywords: Any, output: Any) 
     mean, var = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
     if mean is None or var is None or norm.training or several_ranks():
         return None
-    if _is_unseen(norm) or not isinstance(output, Tensor) or output.numel() < 2:
+    if are_unseen(mean, var) or not isinstance(output, Tensor) or output.numel() < 2:
         return None
     trained = _in_training(norm, arguments, keywords)
     if trained is None:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from gonio.errors import listing
 from gonio.measuring.figures.attention import ONE_TOKEN, HeadLogits
 from gonio.measuring.figures.heads import HeadMeasurement
-from gonio.measuring.figures.signals import Signal
+from gonio.measuring.figures.signals import Signal, are_unseen
 from gonio.measuring.figures.structure import ModelFacts, NormUse
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import (
@@ -287,7 +287,7 @@ def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
         for norm, state in tensors
         if "running_mean" in state and not any(map(_has_no_values, state.values()))
     ]
-    fresh = [(norm, state) for norm, state in known if _are_of_the_start(state["running_mean"], state["running_var"])]
+    fresh = [(norm, state) for norm, state in known if are_unseen(state["running_mean"], state["running_var"])]
     if len(fresh) < len(known):
         return [norm for norm, _ in fresh]
     unequal = [(norm, state) for norm, state in fresh if _are_unequal(state.get("weight"), state.get("bias"))]
@@ -298,10 +298,6 @@ def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
     return is_lazy(tensor) or tensor.is_meta or type(tensor).__module__.startswith("torch._subclasses")  # fake
-
-
-def _are_of_the_start(mean: torch.Tensor, var: torch.Tensor) -> bool:
-    return not bool(mean.any()) and not bool((var != 1).any())
 
 
 def _are_unequal(*vectors: torch.Tensor | None) -> bool:

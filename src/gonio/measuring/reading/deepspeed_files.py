@@ -34,6 +34,7 @@ from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.opened import Listing, Opened, Problem, damaged, intact
 from gonio.measuring.reading.optimizers import Raw, fitted
 from gonio.measuring.reading.pickles import OF_TORCH, Archive, Record, StoredPart
+from gonio.measuring.reading.state_dicts import leaves
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -99,7 +100,8 @@ class _Zero(Listing):
 
     def add_beside(self, archive: Archive, content: Any, at: str) -> None:
         """All tensors of a part of a file, by their places."""
-        for name, part in _parts(content, at, _DEPTH):
+        parts = ((f"{at}.{place}", one) for place, one in leaves(content, _DEPTH) if isinstance(one, StoredPart))
+        for name, part in parts:
             if not archive.holds(part):
                 self.problem("G704", name, "its archive holds fewer entries than it claims")
             else:
@@ -335,15 +337,6 @@ def _of_states(zero: _Zero, states: dict[int, Archive], world: int) -> None:
     if lost := [rank for rank in range(world) if rank not in states]:
         said = f"the model's states of rank {listing([str(rank) for rank in lost], limit=4)} are missing"
         zero.problem("G702", "", said)
-
-
-def _parts(content: Any, at: str, depth: int) -> Iterator[tuple[str, StoredPart]]:
-    if isinstance(content, StoredPart):
-        yield at, content
-    elif depth and isinstance(content, (dict, list, tuple)):
-        inner = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, value in inner:
-            yield from _parts(value, f"{at}.{key}", depth - 1)
 
 
 def _read(shape: tuple[int, ...], dtype: str, pieces: _Pieces) -> Tensor:

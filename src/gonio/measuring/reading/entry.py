@@ -174,6 +174,12 @@ class StoredTensor:
     def entries(self) -> int:
         return prod(self.shape)
 
+    @property
+    def floating(self) -> bool:
+        """Whether its values are floating-point numbers of a dtype of torch."""
+        dtype = dtype_named(self.values or self.dtype)
+        return dtype is not None and dtype.is_floating_point
+
     @classmethod
     def of(cls, tensor: Tensor, load: Callable[[], Tensor] | None = None) -> StoredTensor:
         """A tensor in memory, or one that `load` reads again."""

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,6 @@ from gonio.measuring.reading.entry import (
     StoredTensor,
     TensorEntry,
     clean_names,
-    dtype_named,
     has_bias,
     infer,
     is_batched_kernel,
@@ -205,8 +205,7 @@ def _is_untold(entry: TensorEntry, stored: StoredTensor | None) -> bool:
     """Whether a tensor is a matrix of numbers of which only the order of the dimensions is not known."""
     if entry.reason != UNKNOWN or entry.role or stored is None or len(stored.shape) != 2 or 1 in stored.shape:
         return False
-    dtype = dtype_named(stored.values or stored.dtype)
-    return dtype is not None and dtype.is_floating_point
+    return stored.floating
 
 
 def tables_in(shapes: Shapes) -> frozenset[tuple[int, ...]]:
@@ -390,14 +389,13 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     if is_address(word):
         word = re.sub(r":/+", "://", word, count=1)
         return UnreadableFileError(redact(word), "it is an address, and no file", how_to_fetch(word))
+    missing = partial(UnreadableFileError, str(path), "there is no such file")
     if ".py:" in path.name:
-        do = "In Python pass the model itself; FILE.py:NAME is a word of the command line."
-        return UnreadableFileError(str(path), "there is no such file", do)
+        return missing("In Python pass the model itself; FILE.py:NAME is a word of the command line.")
     if path.exists() and not path.is_file() and not path.is_dir():
         return UnreadableFileError(str(path), "it is a pipe or a device", "Copy its content to a file.")
     if word.startswith("~") and (home := path.expanduser()).exists():
-        do = say("The shell replaces ~ only outside quotation marks. Write {path}.", path=str(home))
-        return UnreadableFileError(str(path), "there is no such file", do)
+        return missing(say("The shell replaces ~ only outside quotation marks. Write {path}.", path=str(home)))
     if matched := _matched(path):
         names = listing([plain(str(file)) for file in matched], limit=4)
         do = say(
@@ -405,19 +403,15 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
             "Leave the marks out, or name one.",
             names=names,
         )
-        return UnreadableFileError(str(path), "there is no such file", do)
+        return missing(do)
     beside = [file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()]
     near = _without_ending(path, beside) or closest(path.name, beside)
     paths = joined([str(path.with_name(name)) for name in near], " or ")
     do = say("Did you mean {near}?", near=paths) if near else say("Check the path.")
-    if (
-        not near
-        and name_on_hub(word)
-        and path.suffix not in _MODELS
-        and (word == path.name or not path.parent.exists())
-    ):
+    elsewhere = path.suffix not in _MODELS and (word == path.name or not path.parent.exists())
+    if not near and elsewhere and name_on_hub(word):
         do = joined([do, how_to_fetch(word)], " ")
-    return UnreadableFileError(str(path), "there is no such file", do)
+    return missing(do)
 
 
 def open_file(path: Path, key: str = "") -> Opened:

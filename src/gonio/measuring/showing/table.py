@@ -291,12 +291,12 @@ class Grouped:
     def explained(self) -> dict[str, str]:
         return dict(self.columns)
 
-    def rich(self) -> RichTable:
-        """The groups for a terminal."""
+    def rich(self, said: str) -> tuple[RichTable, Text, Text]:
+        """The groups for a terminal, and below them a sentence on the rows that follow."""
         table = bare_table("layers", self.titles, min_width=12)
         for path, cells in self.rows:
             table.add_row(Text(plain(path)), *map(Text, cells))
-        return table
+        return table, Text(""), Text(local(said), style="dim")
 
 
 def grouped(tensors: Sequence[Any], figures: Sequence[tuple[str, str, Figure]]) -> Grouped:
