@@ -28,7 +28,8 @@ from gonio.lab.tasks.built_in import (
     turned,
 )
 from gonio.lab.tasks.images import flipped_and_cropped, to_tensor
-from gonio.lab.tasks.task import ACCURACY, Metric, Split, accuracy
+from gonio.lab.tasks.metric import ACCURACY, Metric, accuracy
+from gonio.lab.tasks.task import Split
 from gonio.models import byte_transformer
 
 

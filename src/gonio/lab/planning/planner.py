@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gonio.errors import InvalidArgumentError, UnmatchedRuleError, first_line
+from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError, first_line
 from gonio.lab.plan import (
     TRAINING_RANGES,
     AttackConfig,
@@ -90,7 +90,9 @@ def make_plan(
     _check_further(data, robust=robust, tune=tune)
     with state_kept():  # factories draw; the caller's generator keeps its state
         net = resolve_model(spec)(**data.sizes)
-    chance = _chance(data, _checked_outputs(net, spec, data))
+    outputs = _checked_outputs(net, spec, data)
+    _check_metrics(data, outputs)
+    chance = _chance(data, outputs)
     fitting, left_out = _chosen(recipes, data, net)
     entries = [RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)]
     confounded = [
@@ -284,6 +286,22 @@ def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
     return outputs
 
 
+def _check_metrics(task: Task, outputs: Tensor) -> None:
+    """Whether each metric gives a number, with the outputs of two examples again and again for the whole test split."""
+    try:
+        targets = task.test.targets
+    except InvalidArgumentError:  # a data set that must be read for them
+        targets = task.test.take(range(len(outputs)))[1]
+    rows = outputs[torch.arange(len(targets)) % len(outputs)]
+    for metric in (task.metric, *task.metrics):
+        try:
+            metric.value(rows, targets)
+        except GonioError:
+            raise
+        except Exception:  # noqa: S112 (it may be undefined for so few different outputs)
+            continue
+
+
 def _chance(task: Task, outputs: Tensor) -> float | None:
     """Score of the best constant prediction on the test split: equal outputs, or the most frequent class.
 
@@ -295,13 +313,14 @@ def _chance(task: Task, outputs: Tensor) -> float | None:
     except InvalidArgumentError:  # a data set that must be read for them
         return None
     if targets.ndim == 1 and not targets.is_floating_point() and constants[0].ndim == 1:
-        constants.append(torch.eye(len(constants[0]))[int(targets.mode().values)])
+        constants.append(F.one_hot(targets.mode().values % len(constants[0]), len(constants[0])).to(outputs))
     try:
         count = len(targets)
-        scores = [task.metric.function(c.expand(count, *c.shape), targets) for c in constants]
+        scores = [task.metric.value(c.expand(count, *c.shape), targets) for c in constants]
     except Exception:  # a user's metric may reject constant outputs
         return None
-    return float(max(scores) if task.metric.direction == "max" else min(scores))
+    known = [score for score in scores if math.isfinite(score)]
+    return (max if task.metric.direction == "max" else min)(known, default=None)
 
 
 def _check_further(task: Task, *, robust: bool, tune: int) -> None:

@@ -41,7 +41,8 @@ from gonio.lab.running.measures import FinishedRun, spec_of
 from gonio.lab.running.robustness import from_text, robustness, to_text, transferable
 from gonio.lab.running.tuning import settled
 from gonio.lab.tasks.built_in import resolve as resolve_task
-from gonio.lab.tasks.task import Batch, Examples, Metric, Task, seed_everything
+from gonio.lab.tasks.metric import Metric
+from gonio.lab.tasks.task import Batch, Examples, Task, seed_everything
 from gonio.optim.named import OPTIMIZERS, arguments_of
 from gonio.recipes import BASELINE, Recipe
 from gonio.recipes.apply import Applied
@@ -49,6 +50,7 @@ from gonio.seeding import derive_seed
 from gonio.surgery import lsuv_
 
 _EVALUATION_BATCH = 512
+_NO_SCORE = "no epoch has a finite validation score"
 _LONGEST_ERROR = 2000  # characters of an exception's text that a record keeps
 
 
@@ -160,8 +162,9 @@ def _validate(model: nn.Module, task: Task, done: Fit, epoch: int, workers: int)
         done.diverged = f"outputs on the validation split are not finite in epoch {epoch}"
         return
     scores = done.curve["val_score"]
+    before = [each for each in scores if math.isfinite(each)]  # a metric may be undefined in some epochs
     better = max if task.metric.direction == "max" else min
-    if not scores or better(score, *scores) == score:
+    if math.isfinite(score) and better(score, *before, score) == score:
         done.best_epoch, done.state = epoch, copy.deepcopy(model.state_dict())
     scores.append(score)
 
@@ -360,7 +363,8 @@ def metrics_on(
     outputs, targets = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
     if not bool(torch.isfinite(outputs).all()):
         return None
-    return {metric.name: float(metric.function(outputs, targets)) for metric in metrics}
+    # one that changes its outputs in place must not change those of the next
+    return {m.name: m.value(outputs.clone() if len(metrics) > 1 else outputs, targets) for m in metrics}
 
 
 # --- one call of a worker -------------------------------------------------------------------------------
@@ -401,9 +405,9 @@ def execute_trial(plan: StudyPlan, entry: RecipeEntry, seed: int, values: Mappin
 
     def once(number: int) -> RunRecord:
         _, _, done, ended = _trained(*settled(plan, entry, values), replace(record, seed=seed + number))
-        scores = done.curve["val_score"]
+        scores = [score for score in done.curve["val_score"] if math.isfinite(score)]
         if ended.error or not scores:
-            return replace(ended, seed=seed, plan="", error=ended.error or "no epoch has a validation score")
+            return replace(ended, seed=seed, plan="", error=ended.error or _NO_SCORE)
         best = (max if plan.direction == "max" else min)(scores)
         return replace(ended, seed=seed, status="finished", score=best, best_epoch=done.best_epoch, plan="")
 
@@ -460,12 +464,14 @@ def _trained(plan: StudyPlan, entry: RecipeEntry, record: RunRecord) -> tuple[nn
 def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task, workers: int) -> RunRecord:
     """The record with the test score of the epoch that the validation split chose."""
     if done.state is None:
-        return replace(record, error="no epoch has a validation score")
+        return replace(record, error=_NO_SCORE)
     model.load_state_dict(done.state)
-    found = metrics_on(model, task, task.test, [task.metric, *task.metrics], workers=workers) or {}
-    score = found.pop(task.metric.name, math.nan)
-    if not math.isfinite(score):
+    found = metrics_on(model, task, task.test, [task.metric, *task.metrics], workers=workers)
+    if found is None:
         return replace(record, error="outputs on the test split are not finite")
+    score = found.pop(task.metric.name)
+    if not math.isfinite(score):
+        return replace(record, error=f"its {task.metric.name} on the test split is {score}")
     shown = {name: value if math.isfinite(value) else None for name, value in found.items()}
     geometry = filter_summary(model)
     return replace(record, status="finished", score=score, best_epoch=done.best_epoch, geometry=geometry, metrics=shown)

@@ -3,7 +3,7 @@
 from gonio.lab.tasks.built_in import BUILT_IN, bytes_, digits, points, resolve
 from gonio.lab.tasks.generative import digits_gan, digits_vae
 from gonio.lab.tasks.images import fashion_mnist, image_folder, torchvision_dataset
-from gonio.lab.tasks.task import ACCURACY, Metric, accuracy
+from gonio.lab.tasks.metric import ACCURACY, Metric, accuracy
 
 __all__ = [
     "ACCURACY",

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from gonio.errors import import_extra
 from gonio.lab.plan import TrainingConfig
 from gonio.lab.tasks.built_in import built_in
-from gonio.lab.tasks.task import Metric, Split, Task
+from gonio.lab.tasks.metric import Metric
+from gonio.lab.tasks.task import Split, Task
 from gonio.models.generative import gan_loss, negative_elbo
 from gonio.seeding import generator, state_kept
 

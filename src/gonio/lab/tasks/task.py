@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gonio.errors import InvalidArgumentError, with_article
 from gonio.lab.plan import AttackConfig, TrainingConfig
+from gonio.lab.tasks.metric import ACCURACY, Metric
 from gonio.seeding import derive_seed, generator, state_kept
 from gonio.system import loader_context
 
@@ -415,46 +416,6 @@ def moved(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
 # --- what a task is -------------------------------------------------------------------------------------
 
 
-def accuracy(outputs: Tensor, targets: Tensor) -> float:
-    """Percentage of rows whose largest output is at the target class.
-
-    Shape:
-        - ``outputs``: (N, K); ``targets``: (N,) integers.
-
-    Example:
-        >>> gonio.lab.tasks.accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
-        50.0
-    """
-    # an integer count, so that no summation order can change the last bit
-    return 100.0 * int((outputs.argmax(1) == targets).sum()) / len(targets)
-
-
-@dataclass(frozen=True)
-class Metric:
-    """The score of a run.
-
-    Attributes:
-        function: maps (outputs, targets) of a whole split to a number.
-        direction: `max` if larger is better, else `min`.
-        worst: the worst possible value, if there is one; the score of a diverged run.
-    """
-
-    name: str
-    function: Callable[[Tensor, Tensor], float]
-    direction: str = "max"
-    unit: str = ""
-    worst: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.direction not in ("max", "min"):
-            raise InvalidArgumentError(
-                "a metric's direction must be 'max' or 'min'", repr(self.direction), "Use one of them."
-            )
-
-
-ACCURACY = Metric("accuracy", accuracy, "max", "%", 0.0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """The data, loss and metric with which the models of a comparison are trained and judged.
@@ -506,6 +467,7 @@ class Task:
     workers: int = 0
 
     def __post_init__(self) -> None:
+        self._check_metrics()
         for name, source in self.splits.items():
             object.__setattr__(self, name, examples_of(source))
         if self.augment is not None and not isinstance(self.train, Split):
@@ -514,6 +476,16 @@ class Task:
                 "a training split that is not in memory",
                 "Augment each item in the data set's __getitem__.",
             )
+
+    def _check_metrics(self) -> None:
+        listed = [self.metric, *self.metrics]
+        if other := next((each for each in listed if not isinstance(each, Metric)), None):
+            needs = "a task is judged by a gonio.lab.tasks.Metric"
+            do = "Write Metric('name', function, 'max'), or 'min' where less is better."
+            raise InvalidArgumentError(needs, with_article(type(other).__name__), do)
+        names = [each.name for each in listed]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidArgumentError("each metric of a task needs its own name", f"{twice!r} twice", "Rename one.")
 
     @property
     def splits(self) -> Mapping[str, Examples]:

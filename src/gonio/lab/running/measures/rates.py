@@ -39,7 +39,8 @@ def best_rate(run: FinishedRun, *, octaves: Sequence[float], examples: int | Non
         held = partial(hold_, model, step="fixed") if hold else None
         training = replace(run.training, lr=run.training.lr * 2**octave)
         done = fit(model, task, training=training, seed=run.seed, hold=held)
-        scores.append(math.inf if done.diverged else sign * done.curve["val_score"][-1])
+        reached = math.nan if done.diverged else sign * done.curve["val_score"][-1]
+        scores.append(reached if math.isfinite(reached) else math.inf)
     return _lowest(octaves, scores)
 
 
