@@ -298,7 +298,7 @@ def _check_metrics(task: Task, outputs: Tensor) -> None:
             metric.value(rows, targets)
         except GonioError:
             raise
-        except Exception:  # noqa: S112 (it may be undefined for so few different outputs)
+        except Exception:  # it may be undefined for so few different outputs
             continue
 
 
