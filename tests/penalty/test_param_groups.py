@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,21 @@ def test_errors() -> None:
         param_groups(network(), -1.0)
     with pytest.raises(InvalidArgumentError, match=r"needs parameters that train"):
         param_groups(network().requires_grad_(False), 0.1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"matrices": True}, {"mup": True, "lr": 0.1}])
+def test_two_parameters_on_one_memory_are_refused(arguments: dict[str, Any]) -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
+        model[2].weight = model[0].weight
+        return model
+
+    model, more = tied(), {"base": tied()} if "mup" in arguments else {}
+    groups = param_groups(model, 0.1, **arguments, **more)
+    assert sum(len(group["params"]) for group in groups) == 3  # one object is stepped once
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(InvalidArgumentError, match=r"shared memory of 0\.weight, 2\.weight\. Let the layers hold one"):
+        param_groups(model, 0.1, **arguments, **more)
 
 
 FAMILIES = (

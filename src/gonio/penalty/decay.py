@@ -10,6 +10,7 @@ from typing import Any, overload
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.memory import overlapping
 from gonio.editing.where import sites, unwrapped
 from gonio.errors import InvalidArgumentError, listing
 from gonio.penalty.penalty import Penalty
@@ -75,8 +76,8 @@ def decay_groups(model: nn.Module, weight_decay: float, *, penalty: Penalty | No
         penalty: weights under its terms on scale (`L2`, `ScaleShift`) do not decay as well.
 
     Raises:
-        InvalidArgumentError: if weight_decay is negative or not finite, or the model has nothing to train or lazy
-            parameters.
+        InvalidArgumentError: if weight_decay is negative or not finite, or the model has nothing to train, lazy
+            parameters, or two parameters on one memory.
 
     Example:
         >>> from gonio.penalty import decay_groups
@@ -113,7 +114,7 @@ def check_decay(weight_decay: float | None) -> None:
 def decay_reasons(model: nn.Module, penalty: Penalty | None) -> dict[str, str | None]:
     """Why each trainable parameter, by name, does not decay; None for one that does.
 
-    Raises: InvalidArgumentError if nothing trains.
+    Raises: InvalidArgumentError if nothing trains, or a number would be trained twice.
     """
     weights, tables = weights_and_tables(unwrapped(model))
     held = penalty.scaled_parameters() if penalty is not None else {}
@@ -124,6 +125,11 @@ def decay_reasons(model: nn.Module, penalty: Penalty | None) -> dict[str, str | 
     if lazy := [name for name, parameter in trained if is_lazy(parameter)]:
         do = "Run one batch first."
         raise InvalidArgumentError("param_groups() needs the shapes of the parameters", f"lazy {listing(lazy)}", do)
+    if shared := overlapping(parameter for _, parameter in trained):
+        do = "Let the layers hold one Parameter; load_state_dict(assign=True) and nn.Parameter(a.data) make another."
+        found = listing([name for name, parameter in trained if id(parameter) in shared])
+        needs = "param_groups() needs parameters that share no memory, for a number would be stepped and decayed twice"
+        raise InvalidArgumentError(needs, f"shared memory of {found}", do)
     return {name: held.get(id(p)) or _why_spared(name, p, weights, tables) for name, p in trained}
 
 
