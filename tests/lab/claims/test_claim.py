@@ -69,6 +69,11 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
         (quick(arms=[{"name": "a"}]), "one arm needs a contrast"),
         (quick(arms=[{"name": "a"}, {"name": "a"}]), "needs arms with different names"),
         (quick(contrast={"c": 1.0}), "arms that do not exist: c"),
+        (quick(contrast={"a": 0.0, "b": 0.0}), "factors of 0 alone compares nothing"),
+        (quick(contrast={"a": 1.0, "b": 1.0}), "between arms must sum to 0"),
+        (quick(contrast={"b": 1.0}), "between arms must sum to 0, .*; found {'b': 1.0}"),
+        (changed(measure="signal_gain", quick={"arms": ARMS, "contrast": {"a": -1.0}}), "must sum to 0"),
+        (quick(arms=[{"name": "a"}, {"name": "b"}]), "the arms a and b are the same; one of them needs redraw"),
         (quick(arms=[{"name": "a"}, {"name": "b", "recipe": "no-such-recipe"}]), "no recipe named"),
         (quick(arms=[{"name": "a"}, {"name": "b", "recipe": {"swap": [{"use": "Nothing"}]}}]), "Nothing"),
         (

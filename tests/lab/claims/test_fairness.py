@@ -22,7 +22,10 @@ DOSES = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0]
 BASE: dict[str, Any] = {"name": "planted", "seed": "000", "claim": "It is better.", "source": "A paper."}
 
 
-def claim(*, arms: Any = ({"name": "plain"}, {"name": "method"}), setting: Any = None, **fields: Any) -> Claim:
+METHOD = {"name": "method", "recipe": {"init": [{"where": "type:Conv2d", "use": "he_"}]}}
+
+
+def claim(*, arms: Any = ({"name": "plain"}, METHOD), setting: Any = None, **fields: Any) -> Claim:
     """A claim on accuracy with tuned rates; `fields` change the claim, `setting` its experiment."""
     full = {"tune": 8, "arms": list(arms), **(setting or {})}
     return read_claim({**BASE, "fair": {"floor": 80.0}, **fields, "full": full}, origin="planted")

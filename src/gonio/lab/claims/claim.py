@@ -156,6 +156,12 @@ class Arm(BaseModel):
         content = Recipe.load(self.recipe).to_dict() if isinstance(self.recipe, str) else self.recipe
         return Recipe.from_dict({**content, "name": self.name})
 
+    @property
+    def content(self) -> str:
+        """All that its runs follow from: equal for two arms whose runs are equal."""
+        rules = {**self.built_recipe.to_dict(), "name": ""}
+        return repr((rules, self.model_dump(exclude={"name", "level", "series", "of", "recipe"})))
+
 
 class Experiment(BaseModel):
     """Everything that a claim is tried with.
@@ -273,9 +279,6 @@ class Claim(BaseModel):
             raise ValueError(f"{reserved[0]} is the name of a control, which every experiment gets")
         if not setting.contrast and len(sides) < 2:
             raise ValueError("an experiment with one arm needs a contrast")
-        unknown = sorted(set(setting.contrast) - set(sides))
-        if unknown:
-            raise ValueError(f"the contrast names arms that do not exist: {', '.join(unknown)}")
         for named in (setting.task, setting.model.get("name", "")):
             if not isinstance(named, str):
                 raise ValueError(f"the name of a model is text, not {shorten(repr(named), longest=60)}")
@@ -283,13 +286,28 @@ class Claim(BaseModel):
                 code = shorten(repr(named), longest=60)
                 raise ValueError(f"{code} names code, which only --task and --model of the command line can")
         try:
-            if setting.tune and spec_of(Measure(self.measure, self.options)).better is None:
+            is_score = spec_of(Measure(self.measure, self.options)).better is not None
+            if setting.tune and not is_score:
                 raise ValueError(f"tune needs a measure that is a score; {self.measure} has no better side")
+            alike: dict[str, str] = {}
             for arm in setting.arms:
                 spec_of(Measure(self.measure, {**self.options, **arm.measure}))
-                arm.built_recipe  # noqa: B018 (raises for an invalid recipe)
+                if (other := alike.setdefault(arm.content, arm.name)) != arm.name:
+                    raise ValueError(f"the arms {other} and {arm.name} are the same; one of them needs redraw: true")
         except GonioError as error:
             raise ValueError(str(error)) from error
+        self._check_contrast(setting, is_score)
+
+    def _check_contrast(self, setting: Experiment, is_score: bool) -> None:
+        """Whether the contrast compares arms, or states the level of a quantity whose level means something."""
+        factors = setting.decisive
+        if unknown := sorted(set(factors) - set(setting.sides)):
+            raise ValueError(f"the contrast names arms that do not exist: {', '.join(unknown)}")
+        if not any(factors.values()):
+            raise ValueError("a contrast with factors of 0 alone compares nothing")
+        if (is_score or min(factors.values()) < 0) and abs(sum(factors.values())) > 1e-6:
+            needs = "the factors of a contrast between arms must sum to 0, or it depends on the level of all scores"
+            raise ValueError(f"{needs}; found {factors}")
 
     @property
     def budget(self) -> str:
