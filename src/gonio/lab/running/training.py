@@ -373,7 +373,7 @@ def metrics_on(
     model.eval()
     device = device_of(model)
     pairs = [
-        (task.outputs(model, inputs.to(device)).cpu(), targets.cpu())
+        (task.outputs(model, inputs.to(device, copy=True)).cpu(), targets.cpu())  # a model may change them in place
         for inputs, targets in split.in_order(_EVALUATION_BATCH, workers=workers)
     ]
     outputs, targets = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])

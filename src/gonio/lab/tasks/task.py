@@ -103,6 +103,11 @@ class Split:
         inputs, targets = self.take(order)  # type: ignore[arg-type]
         if augment is not None:
             inputs = augment(inputs, generator(seed, "augment", epoch))
+            if not isinstance(inputs, Tensor) or len(inputs) != len(order):
+                what = with_article(type(inputs).__name__)
+                found = f"{what} of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else what
+                needs = f"augment= returns the {len(order)} inputs of an epoch, changed"
+                raise InvalidArgumentError(needs, found, "Correct the function.")
         pairs = zip(inputs.split(size), targets.split(size), strict=True)
         return ((x, y) for x, y in pairs if len(y) >= smallest)
 
@@ -319,10 +324,10 @@ def _unpaired(found: str, do: str) -> InvalidArgumentError:
     return InvalidArgumentError(needs, found, do)
 
 
-def paired(examples: Examples, size: int, *, workers: int = 0) -> bool:
+def paired(examples: Examples, size: int, *, augment: Augment | None = None, workers: int = 0) -> bool:
     """Whether two readings of the first batch with one seed are equal, as a paired comparison needs it."""
     first, again = (
-        next(examples.shuffled(size, seed=0, epoch=0, smallest=1, augment=None, workers=workers)) for _ in range(2)
+        next(examples.shuffled(size, seed=0, epoch=0, smallest=1, augment=augment, workers=workers)) for _ in range(2)
     )
     return all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -503,7 +508,9 @@ class Task:
         size = sum(x.nbytes for split in (self.train, self.validation) for x in (split.inputs, split.targets))
         if device.type == "cuda" and size > _RESIDENT * torch.cuda.get_device_properties(device).total_memory:
             return self
-        if self.augment is not None and not _same_there(self.augment, self.train.take(range(2))[0], device):
+        if self.augment is not None and not _same_there(
+            self.augment, self.train.take(range(min(2, len(self.train))))[0], device
+        ):
             return self
         return replace(self, train=self.train.to(device), validation=self.validation.to(device))
 
