@@ -23,6 +23,7 @@ from gonio.lab.plan import (
     installed_versions,
     seeds_of,
 )
+from gonio.lab.planning.data_notes import notes_on_data
 from gonio.lab.planning.first_steps import check_first_steps
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
@@ -122,7 +123,7 @@ def make_plan(
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=code_digests(task, spec),
-        notes=(*data.notes, *unsteady, *unusual, *left_out, *confounded, *_notes_on(device)),
+        notes=(*data.notes, *notes_on_data(data), *unsteady, *unusual, *left_out, *confounded, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
         tuning=Tuning(trials=tune) if tune else None,
