@@ -107,6 +107,27 @@ def derivatives(outputs: Any, inputs: Sequence[Tensor], along: Any = None, **opt
         raise RuntimeError(first_line(error, kind=True)) from error
 
 
+def leaves_of(value: Tensor) -> list[Tensor]:
+    """The tensors that require a gradient and that `value` was computed from, each once, from the derivative's graph.
+
+    Example:
+        >>> from gonio.execution import leaves_of
+        >>> layer = nn.Linear(2, 3)
+        >>> len(leaves_of(layer(layer(torch.ones(3, 2)).T[:, :2])))
+        2
+    """
+    waiting, seen, found = [value.grad_fn], set[Any](), list[Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            found.append(leaf)
+        waiting += [before for before, _ in node.next_functions]
+    return found
+
+
 @contextmanager
 def as_usual_saved() -> Iterator[None]:
     """Inside, autograd saves what derivatives take, whatever hooks of checkpointing are around.

@@ -207,7 +207,7 @@ def test_tensors_that_are_not_there_are_asked_for_in_vain() -> None:
 
 
 def test_examples_are_pairs() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"pair of an input and a target.*found 3 of Tensor, Tensor, Tensor"):
+    with pytest.raises(InvalidArgumentError, match=r"pair of an input and a target.*found 3 of Tensor, int, int"):
         examples_of([(torch.zeros(1), 0, 1)] * 2).take([0, 1])
 
 

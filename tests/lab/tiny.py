@@ -56,7 +56,7 @@ def slow_model(num_classes: int, in_channels: int) -> nn.Module:
 
 
 class Mishap(nn.Module):
-    """Does something bad in the forward pass of training, if the model's initial weights say so.
+    """Does something bad in the fourth step of training, which no plan takes, if the model's initial weights say so.
 
     Which of a study's runs that is depends on the seed alone: a recipe's run and its baseline's alike.
     """
@@ -64,10 +64,11 @@ class Mishap(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.happens = float(torch.rand(())) < 0.5
+        self.happens, self.steps = float(torch.rand(())) < 0.5, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (self.happens and self.training):
+        self.steps += self.training
+        if not (self.happens and self.training and self.steps > 3):
             return x
         if self.what == "raise":
             raise RuntimeError("<b>no</b> memory")

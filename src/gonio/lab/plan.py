@@ -17,6 +17,7 @@ from torch import nn
 
 from gonio.errors import InvalidArgumentError, PlanChangedError
 from gonio.messages import counted
+from gonio.models.by_name import code_digest
 from gonio.models.by_name import resolve as resolve_model
 from gonio.optim.named import NOT_NEGATIVE, OPTIMIZERS, POSITIVE, RANGES, SHARE, Range, arguments_of, one_of
 from gonio.recipes import Recipe
@@ -320,6 +321,17 @@ class StudyPlan:
         """A model as a run of the entry starts, before its recipe is applied."""
         factory = resolve_model(self.model)
         return replace(factory, function=partial(factory.function, **entry.setting.get("model", {})))(**sizes)
+
+    def check_code(self) -> None:
+        """Refuse files of the user's that were edited since the study was planned.
+
+        Raises:
+            InvalidArgumentError: names them.
+        """
+        if edited := [spec for spec, digest in self.code.items() if code_digest(spec) != digest]:
+            needs = "every run of a study uses the files that it was planned with"
+            do = "Restore them and run the command again, or start a new study with another -o."
+            raise InvalidArgumentError(needs, f"another content of {', '.join(edited)} or of what it imports", do)
 
     @property
     def sign(self) -> int:

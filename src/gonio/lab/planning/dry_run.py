@@ -10,9 +10,8 @@ from gonio.lab.judging.statistics import ALPHA, detectable, enough, least_p, poi
 from gonio.lab.plan import RecipeEntry, StudyPlan
 from gonio.lab.running.cost import Gauge, training_step
 from gonio.lab.running.engines.local import call_apart
-from gonio.lab.running.training import build, evaluate, prepare_process
+from gonio.lab.running.training import build, evaluate, task_of
 from gonio.lab.running.tuning import space_of
-from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.task import Task
 from gonio.messages import counted, joined, say
 
@@ -144,8 +143,7 @@ def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:
 
     From three training steps and one validation. Meant for a process of its own.
     """
-    prepare_process(plan.device)
-    task = resolve_task(plan.task)
+    task = task_of(plan)
     return [_run_seconds(plan, task, entry) for entry in plan.recipes]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError, first_line
+from gonio.errors import GonioError, InvalidArgumentError, UnmatchedRuleError, first_line, with_article
 from gonio.lab.plan import (
     TRAINING_RANGES,
     AttackConfig,
@@ -22,6 +23,8 @@ from gonio.lab.plan import (
     installed_versions,
     seeds_of,
 )
+from gonio.lab.planning.data_notes import notes_on_data
+from gonio.lab.planning.first_steps import check_first_steps
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import autocast
@@ -36,6 +39,10 @@ from gonio.seeding import state_kept
 
 # One per seed system, in the order of the systems.
 BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "self-orthogonality", "scale-shift")
+_UNSTEADY = (
+    "In evaluation mode the model gives other outputs when it is called again with the same inputs: it draws random "
+    "numbers or keeps a state, and its scores have that noise."
+)
 _SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
 
 
@@ -89,9 +96,10 @@ def make_plan(
     _check_paired(data, chosen, workers)
     _check_further(data, robust=robust, tune=tune)
     with state_kept():  # factories draw; the caller's generator keeps its state
-        net = resolve_model(spec)(**data.sizes)
-    outputs = _checked_outputs(net, spec, data)
-    _check_metrics(data, outputs)
+        factory = resolve_model(spec)
+        net = factory(**data.sizes)
+        outputs, unsteady = _checked_outputs(net, spec, data)
+    unusual = check_first_steps(factory, data, chosen if device == "cpu" else replace(chosen, precision="fp32"))
     chance = _chance(data, outputs)
     fitting, left_out = _chosen(recipes, data, net)
     entries = [RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)]
@@ -115,7 +123,7 @@ def make_plan(
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=code_digests(task, spec),
-        notes=(*data.notes, *left_out, *confounded, *_notes_on(device)),
+        notes=(*data.notes, *notes_on_data(data), *unsteady, *unusual, *left_out, *confounded, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
         tuning=Tuning(trials=tune) if tune else None,
@@ -269,21 +277,55 @@ def _left_out(name: str) -> str:
     return f"{name} is left out: one of its rules matches no layer of this model."
 
 
-def _checked_outputs(model: nn.Module, spec: str, task: Task) -> Tensor:
-    """The outputs for two examples, after a check of the loss: wrong shapes would fail every run."""
-    inputs, targets = task.train.take(range(2))
+def _checked_outputs(model: nn.Module, spec: str, task: Task) -> tuple[Tensor, list[str]]:
+    """The outputs for two examples, after a check of the loss and the metrics, and a note if they differ the next time.
+
+    Wrong shapes would fail every run.
+    """
+    inputs, targets = task.train.take(range(min(2, len(task.train))))
     try:
         with torch.no_grad():
-            outputs = task.outputs(model.eval(), inputs)
-            task.loss(outputs, targets)
+            outputs, again = (task.outputs(model.eval(), inputs.clone()) for _ in range(2))
+            if not isinstance(outputs, Tensor):
+                needs, do = f"the model {spec!r} must return one tensor", "Return that of its outputs which is judged."
+                raise InvalidArgumentError(needs, with_article(type(outputs).__name__), do)
+            _check_pairs("the loss", task.loss, outputs, targets)
+            task.loss(outputs, targets.clone())
+    except GonioError:
+        raise
     except Exception as error:
         raise InvalidArgumentError(
-            f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)}, "
-            "and its outputs must fit the task's loss",
+            f"the model {spec!r} must take the inputs of the task {task.name!r}, of shape {tuple(inputs.shape)} and "
+            f"{inputs.dtype}, and its outputs must fit the task's loss",
             f"{type(error).__name__}: {error}".rstrip("."),
             "Choose a model for such inputs and targets.",
         ) from error
-    return outputs
+    _check_metrics(task, outputs)
+    return outputs, [] if torch.allclose(outputs, again, equal_nan=True) else [_UNSTEADY]
+
+
+def _check_pairs(name: str, function: Callable[[Tensor, Tensor], Any], outputs: Tensor, targets: Tensor) -> None:
+    """Whether an axis of one entry, which outputs or targets have alone, changes what is computed.
+
+    Then torch broadcasts the difference of (N, 1) and (N,) to (N, N): each output is compared with every target.
+    """
+    if targets.shape not in ((*outputs.shape, 1), outputs.shape[:-1]) or outputs.numel() != targets.numel():
+        return
+    known = torch.arange(min(len(targets), 32)) % 2  # outputs that equal their targets
+    targets = known.view(-1, *(1,) * (targets.ndim - 1)).expand(len(known), *targets.shape[1:]).to(targets)
+    outputs = targets.reshape(len(known), *outputs.shape[1:]).to(outputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the losses of torch warn of these shapes
+        try:
+            given, alike = (
+                float(function(x.clone(), targets.clone())) for x in (outputs, outputs.reshape(targets.shape))
+            )
+        except Exception:  # one of the two shapes is none for it
+            return
+    if math.isfinite(given) and math.isfinite(alike) and not math.isclose(given, alike, rel_tol=1e-3, abs_tol=1e-6):
+        found = f"outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}, which torch "
+        needs, do = f"{name} compares each output with its own target", "Give the targets the shape of the outputs."
+        raise InvalidArgumentError(needs, f"{found}broadcasts against each other", do)
 
 
 def _check_metrics(task: Task, outputs: Tensor) -> None:
@@ -294,6 +336,7 @@ def _check_metrics(task: Task, outputs: Tensor) -> None:
         targets = task.test.take(range(len(outputs)))[1]
     rows = outputs[torch.arange(len(targets)) % len(outputs)]
     for metric in (task.metric, *task.metrics):
+        _check_pairs(f"the metric {metric.name!r}", metric.value, rows, targets)
         try:
             metric.value(rows, targets)
         except GonioError:
@@ -313,7 +356,7 @@ def _chance(task: Task, outputs: Tensor) -> float | None:
     except InvalidArgumentError:  # a data set that must be read for them
         return None
     if targets.ndim == 1 and not targets.is_floating_point() and constants[0].ndim == 1:
-        constants.append(F.one_hot(targets.mode().values % len(constants[0]), len(constants[0])).to(outputs))
+        constants.append(F.one_hot(targets.long().mode().values % len(constants[0]), len(constants[0])).to(outputs))
     try:
         count = len(targets)
         scores = [task.metric.value(c.expand(count, *c.shape), targets) for c in constants]
@@ -376,11 +419,13 @@ def _check_precision(device: str, precision: str) -> None:
 
 
 def _check_paired(task: Task, training: TrainingConfig, workers: int) -> None:
-    if not paired(task.train, training.batch_size, workers=workers):
+    if not paired(task.train, training.batch_size, augment=task.augment, workers=workers):
         raise InvalidArgumentError(
             f"the training examples of {task.name!r} must be the same for all recipes of a seed",
             "another first batch when it was read again with the same seed",
-            "Draw random numbers from torch's, NumPy's or Python's global generator alone, which are seeded.",
+            "Draw random numbers from torch's, NumPy's or Python's global generator alone, which are seeded."
+            if task.augment is None
+            else "Draw random numbers from the generator that augment= is given alone.",
         )
 
 

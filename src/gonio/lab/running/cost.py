@@ -23,8 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from gonio.execution import device_of
 from gonio.lab.judging.results import CostRow
 from gonio.lab.plan import RecipeEntry, StudyPlan
-from gonio.lab.running.training import TrainingStep, batches, build, make_optimizer, prepare_process
-from gonio.lab.tasks.built_in import resolve as resolve_task
+from gonio.lab.running.training import TrainingStep, batches, build, make_optimizer, task_of
 from gonio.lab.tasks.task import Task
 
 _WARM_UP = 5  # steps; allocators and kernel selection settle in the first two
@@ -49,8 +48,7 @@ def measure_costs(plan: StudyPlan, entries: Sequence[RecipeEntry]) -> list[CostR
     A step is forward, loss and penalty, backward, optimizer, on one batch and one thread. Memory is the peak of the
     allocator during a step, above its level before: activations, gradients and temporaries.
     """
-    prepare_process(plan.device)
-    task, device = resolve_task(plan.task), torch.device(plan.device)
+    task, device = task_of(plan), torch.device(plan.device)
     baseline, *steps = [training_step(plan, task, entry) for entry in (plan.baseline, *entries)]
     hashes = [entry.hash for entry in entries]
     rows: list[CostRow] = []

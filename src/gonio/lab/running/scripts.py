@@ -279,6 +279,7 @@ def _run_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path) ->
     content = entry.content or {"name": entry.name}
     run = Run(content, seed=own_seed, folder=folder.absolute(), device=plan.device, threat=plan.threat)
     torch.set_num_threads(1)
+    plan.check_code()
     train = load_script(plan.task)
     seed_everything(derive_seed(own_seed, "train"))
     score = train(run)

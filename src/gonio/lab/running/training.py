@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gonio.errors import GonioError
+from gonio.errors import GonioError, InvalidArgumentError
 from gonio.execution import device_of
 from gonio.lab.plan import PRECISIONS, AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
 from gonio.lab.record import RunRecord, filter_summary
@@ -67,6 +67,22 @@ def prepare_process(device: str = "cpu") -> None:
     # else each new tensor is filled first
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def task_of(plan: StudyPlan) -> Task:
+    """The plan's task, with the code and the data that the plan was made with, in a process that is prepared for runs.
+
+    Raises:
+        InvalidArgumentError: they are others, so the run could not be compared with those of other processes.
+    """
+    prepare_process(plan.device)
+    plan.check_code()
+    task = resolve_task(plan.task)
+    if task.digest() != plan.data:
+        needs = f"every run of a study reads the data that it was planned with, and {plan.task!r} must give them again"
+        do = "Restore the files, or start a new study; draw random numbers from generators with a fixed seed alone."
+        raise InvalidArgumentError(needs, "other data", do)
+    return task
 
 
 def build(plan: StudyPlan, task: Task, entry: RecipeEntry, seed: int) -> tuple[nn.Module, Applied, str]:
@@ -357,7 +373,7 @@ def metrics_on(
     model.eval()
     device = device_of(model)
     pairs = [
-        (task.outputs(model, inputs.to(device)).cpu(), targets.cpu())
+        (task.outputs(model, inputs.to(device, copy=True)).cpu(), targets.cpu())  # a model may change them in place
         for inputs, targets in split.in_order(_EVALUATION_BATCH, workers=workers)
     ]
     outputs, targets = torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
@@ -450,8 +466,7 @@ def guarded(record: RunRecord, function: Callable[[], RunRecord]) -> dict[str, A
 
 def _trained(plan: StudyPlan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, Fit, RunRecord]:
     """The model after its last epoch, and the record so far: status `diverged`, with an error only if it did."""
-    prepare_process(plan.device)
-    task = resolve_task(plan.task)
+    task = task_of(plan)
     own_seed = plan.seed_of(entry, record.seed)
     model, applied, text = build(plan, task, entry, own_seed)
     seed_everything(derive_seed(own_seed, "train"))  # a recipe or model may have drawn any amount before
@@ -479,8 +494,7 @@ def _judged(record: RunRecord, done: Fit, model: nn.Module, task: Task, workers:
 
 def _untrained(plan: StudyPlan, entry: RecipeEntry, record: RunRecord) -> tuple[nn.Module, Task, RunRecord]:
     """The model as it starts, and a record without a score."""
-    prepare_process(plan.device)
-    task = resolve_task(plan.task)
+    task = task_of(plan)
     model, _, text = build(plan, task, entry, plan.seed_of(entry, record.seed))
     model.eval()
     return model, task, replace(record, status="finished", plan=text, geometry=filter_summary(model))

@@ -20,7 +20,7 @@ from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra, w
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.images import cifar10, fashion_mnist, fashion_mnist_full, image_folder, torchvision_dataset
 from gonio.lab.tasks.metric import Metric
-from gonio.lab.tasks.task import Split, Task, moved, stratified
+from gonio.lab.tasks.task import Split, Task, moved, seeded, stratified
 from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
 
@@ -56,7 +56,8 @@ def resolve(spec: str) -> Task:
         spec: a built-in name; `torchvision:NAME` or `torchvision:NAME:FOLDER`, a data set of torchvision in
             FOLDER or in `data`; `imagefolder:FOLDER`; `cifar10:FOLDER`; `fashion-mnist:FOLDER`, a part of it at half
             the size, or `fashion-mnist-full:FOLDER`; `text:FILE`; or `file.py:factory`, where the factory takes no
-            arguments and returns a :class:`~gonio.lab.Task`.
+            arguments and returns a :class:`~gonio.lab.Task`; the global generators are seeded while it is called, so
+            that every process gets the same data.
 
     Raises:
         UnknownNameError: no such task; gives the closest names.
@@ -68,7 +69,8 @@ def resolve(spec: str) -> Task:
         200
     """
     if is_user_code(spec):
-        task = load_function(spec)()
+        with seeded(0):
+            task = load_function(spec)()
         if not isinstance(task, Task):
             raise InvalidArgumentError(
                 f"{spec!r} must build a task", with_article(type(task).__name__), "Return a gonio.lab.Task."

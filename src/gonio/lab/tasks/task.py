@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from gonio.errors import InvalidArgumentError, with_article
+from gonio.errors import InvalidArgumentError, first_line, with_article
 from gonio.lab.plan import AttackConfig, TrainingConfig
 from gonio.lab.tasks.metric import ACCURACY, Metric
 from gonio.seeding import derive_seed, generator, state_kept
@@ -85,6 +85,12 @@ class Split:
     targets: Tensor
 
     def __post_init__(self) -> None:
+        for x in (self.inputs, self.targets):
+            if not isinstance(x, Tensor) or x.layout != torch.strided or x.requires_grad or x.ndim == 0:
+                kind = with_article(type(x).__name__)
+                found = f"{kind} that is {_unusual(x)}" if isinstance(x, Tensor) else kind
+                do = "Convert it: torch.as_tensor(x), x.to_dense() or x.detach()."
+                raise InvalidArgumentError("a split holds tensors with an axis of examples", found, do)
         if len(self.inputs) != len(self.targets) or len(self.inputs) == 0:
             raise InvalidArgumentError(
                 "a split needs as many targets as inputs, and at least one",
@@ -103,6 +109,11 @@ class Split:
         inputs, targets = self.take(order)  # type: ignore[arg-type]
         if augment is not None:
             inputs = augment(inputs, generator(seed, "augment", epoch))
+            if not isinstance(inputs, Tensor) or len(inputs) != len(order):
+                what = with_article(type(inputs).__name__)
+                found = f"{what} of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else what
+                needs = f"augment= returns the {len(order)} inputs of an epoch, changed"
+                raise InvalidArgumentError(needs, found, "Correct the function.")
         pairs = zip(inputs.split(size), targets.split(size), strict=True)
         return ((x, y) for x, y in pairs if len(y) >= smallest)
 
@@ -126,6 +137,11 @@ class Split:
         """What the digest of the data covers: every number."""
         for x in (self.inputs, self.targets):
             yield f"{x.dtype} {tuple(x.shape)}", x.contiguous().numpy().tobytes()
+
+
+def _unusual(x: Tensor) -> str:
+    """What a split cannot hold of a tensor."""
+    return "differentiable" if x.requires_grad else "sparse" if x.layout != torch.strided else "one number"
 
 
 class _Unloaded:
@@ -196,10 +212,11 @@ class ItemSet(_Unloaded):
                 _Seeded(self.dataset, seed, epoch),
                 batch_sampler=batches,  # type: ignore[arg-type]
                 num_workers=workers,
+                collate_fn=_collated,
                 generator=Generator(),  # else an iteration would draw from the global generator, which dropout reads
                 multiprocessing_context=loader_context() if workers else None,
             )
-            return map(_pair, iter(loader))
+            return iter(loader)
 
 
 class _Seeded(Dataset[Any]):
@@ -305,6 +322,9 @@ def examples_of(source: Any) -> Examples:
         raise _unpaired(
             "an IterableDataset, which has no indices", "Give a function of the batch size that makes its DataLoader."
         )
+    if isinstance(source, (tuple, Mapping)):
+        kind = with_article(type(source).__name__)
+        raise _unpaired(kind, "Give one of its data sets, or gonio.lab.Split(inputs, targets).")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         if len(source) == 0:
             raise _unpaired("an empty data set", "Check the task's data.")
@@ -319,10 +339,10 @@ def _unpaired(found: str, do: str) -> InvalidArgumentError:
     return InvalidArgumentError(needs, found, do)
 
 
-def paired(examples: Examples, size: int, *, workers: int = 0) -> bool:
+def paired(examples: Examples, size: int, *, augment: Augment | None = None, workers: int = 0) -> bool:
     """Whether two readings of the first batch with one seed are equal, as a paired comparison needs it."""
     first, again = (
-        next(examples.shuffled(size, seed=0, epoch=0, smallest=1, augment=None, workers=workers)) for _ in range(2)
+        next(examples.shuffled(size, seed=0, epoch=0, smallest=1, augment=augment, workers=workers)) for _ in range(2)
     )
     return all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -376,14 +396,30 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def _collated(items: Sequence[Any]) -> Batch:
+    """The items of a data set as one batch."""
+    for item in items:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise _no_pair(item)
+    try:
+        return _pair(default_collate(items))
+    except (TypeError, RuntimeError) as error:
+        needs = "the inputs of a batch, and its targets, must be numbers, arrays or tensors of one shape and type"
+        raise InvalidArgumentError(needs, first_line(error).rstrip("."), "Convert, crop or pad them.") from error
+
+
 def _pair(item: Any) -> Batch:
     if not (isinstance(item, (tuple, list)) and len(item) == 2 and all(isinstance(x, Tensor) for x in item)):
-        parts = item if isinstance(item, (tuple, list)) else [item]
-        found = f"{len(parts)} of {', '.join(type(x).__name__ for x in parts)}"
-        raise InvalidArgumentError(
-            "an example is a pair of an input and a target, each a tensor or a number", found, "Convert them."
-        )
+        raise _no_pair(item)
     return item[0], item[1]
+
+
+def _no_pair(item: Any) -> InvalidArgumentError:
+    needs, do = "an example is a pair of an input and a target, each a tensor or a number", "Convert them."
+    if isinstance(item, (tuple, list)):
+        return InvalidArgumentError(needs, f"{len(item)} of {', '.join(type(x).__name__ for x in item)}", do)
+    keys = f" with the keys {', '.join(map(repr, item))}" if isinstance(item, Mapping) else ""
+    return InvalidArgumentError(needs, f"{with_article(type(item).__name__)}{keys}", do)
 
 
 def _parts(order: Sequence[int], size: int) -> list[list[int]]:
@@ -503,7 +539,9 @@ class Task:
         size = sum(x.nbytes for split in (self.train, self.validation) for x in (split.inputs, split.targets))
         if device.type == "cuda" and size > _RESIDENT * torch.cuda.get_device_properties(device).total_memory:
             return self
-        if self.augment is not None and not _same_there(self.augment, self.train.take(range(2))[0], device):
+        if self.augment is not None and not _same_there(
+            self.augment, self.train.take(range(min(2, len(self.train))))[0], device
+        ):
             return self
         return replace(self, train=self.train.to(device), validation=self.validation.to(device))
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from gonio.editing.steps import computes_gradients
 from gonio.editing.wrappers import inner_optimizers, parameter_ids, real_optimizers
 from gonio.errors import InvalidArgumentError, with_article
+from gonio.execution import leaves_of
 from gonio.geometry import matrix_view
 from gonio.measuring.figures.moments import Moments, StateMeasurement, StateSums, state_row, state_sums
 from gonio.measuring.reading.entry import TensorEntry
@@ -292,16 +293,7 @@ def _leaves_of(load: Callable[[], Any]) -> list[Tensor]:
     """The parameters of a weight that a module computes, as hooks and methods do, from the derivative's own graph."""
     with torch.enable_grad():
         value = load()
-    waiting, seen, found = [value.grad_fn] if isinstance(value, Tensor) else [], set[Any](), list[Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
-            found.append(leaf)
-        waiting += [before for before, _ in node.next_functions]
-    return found
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, nn.Parameter)] if isinstance(value, Tensor) else []
 
 
 def _squares_of_gradients(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
