@@ -113,7 +113,7 @@ def _list(claims: Sequence[Claim]) -> None:
 
 def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None) -> None:
     """Runs and estimated time of each claim, from a few training steps of each arm."""
-    from gonio.lab.claims import plan_claim
+    from gonio.lab.claims.experiment import plan_claim, unfair_plan
     from gonio.lab.planning.dry_run import plan_seconds
     from gonio.lab.running.engines import default_jobs
 
@@ -137,6 +137,8 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
                 too_few=_too_few(claim, len(plan.seeds)),
             )
         )
+        if unfair := unfair_plan(claim, plan, full=chosen.full):
+            print_out(unfair)
     if all(claim.budget == "none" for claim in claims):
         return
     print_out(say("in all about {minutes:.0f} min with {at_once} runs at a time", minutes=total / 60, at_once=at_once))

@@ -150,6 +150,17 @@ def test_a_dry_run_says_what_is_not_tried_and_what_cannot_be_decided(claim: str)
     assert _too_few(member, least) == ""
 
 
+def test_a_plan_that_cannot_be_fair_is_named_before_its_runs(claim: str, tmp_path: Path) -> None:
+    content = CLAIM.replace("scope: identity", "scope: small").replace("direction: same", "direction: larger")
+    content = content.replace("norm_growth_error", "accuracy").replace("arms: [", "arms: [{name: plain}, ")
+    content = content.replace("  contrast: {weight-norm: 1.0}\n", "  training: {epochs: 1}\n")
+    Path(claim).write_text(content, encoding="utf-8")
+    said = "tiny cannot be a fair test as it is planned: The claim states no score that its arms must reach"
+    assert said in invoke("reproduce", claim, "--dry-run").stdout
+    found = invoke("reproduce", claim, "-o", str(tmp_path / "out"), "--jobs", "1")
+    assert 0 <= found.stderr.find(said) < found.stderr.find("runs"), found.stderr
+
+
 def test_exports_of_a_claim_have_its_verdict_and_its_numbers(claim: str, tmp_path: Path) -> None:
     """The study of one claim and the folder of several; text, CSV, markdown and LaTeX say what the page says."""
     out = tmp_path / "out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,17 @@ import numpy as np
 import pytest
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.claims import CHOICE_SEEDS, Claim, ClaimResult, Runs, families
+from gonio.lab.claims import CHOICE_SEEDS, Claim, ClaimResult, Runs, families, load_claims
 from gonio.lab.claims.claim import read_claim
-from gonio.lab.claims.fairness import chosen, controlled, false_verdicts, noise, obstacle
+from gonio.lab.claims.fairness import (
+    FIELD_EXAMPLES,
+    chosen,
+    controlled,
+    false_verdicts,
+    noise,
+    obstacle,
+    planned_obstacle,
+)
 from gonio.lab.claims.result import judged, not_tried
 from gonio.lab.judging.statistics import Evidence, half_width, judge
 
@@ -108,12 +117,30 @@ PLANTED = [
 
 @pytest.mark.parametrize(("planted", "found", "said"), PLANTED)
 def test_an_unfair_claim_is_refused_by_name(planted: Claim, found: Runs, said: str) -> None:
-    import re
-
     assert planted.full is not None
     assert re.search(said, obstacle(planted, planted.full, found))
     (one,) = judged([result(planted, found)])
     assert one.verdict == "not a fair test"
+
+
+BY_THE_PLAN = "states no|One strength|doses; give it|needs 8 trials|Field scope"
+
+
+@pytest.mark.parametrize(("planted", "found", "said"), PLANTED)
+def test_what_a_plan_alone_makes_unfair_is_known_before_the_runs(planted: Claim, found: Runs, said: str) -> None:
+    assert planted.full is not None
+    early, late = (
+        planned_obstacle(planted, planted.full, examples=found.examples),
+        obstacle(planted, planted.full, found),
+    )
+    assert early == (late if re.search(BY_THE_PLAN, late) else "")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_experiment_of_the_catalogue_can_be_fair(full: bool) -> None:
+    for one in load_claims(()):
+        if one.budget != "none" and (one.full if full else one.quick) is not None:
+            assert planned_obstacle(one, one.setting(full=full), examples=FIELD_EXAMPLES) == "", one.name
 
 
 def test_the_same_experiments_are_fair_without_what_was_planted() -> None:

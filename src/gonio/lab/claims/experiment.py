@@ -26,7 +26,7 @@ from gonio.errors import (
 )
 from gonio.escaping import write_text
 from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
-from gonio.lab.claims.fairness import Runs, controlled, trained
+from gonio.lab.claims.fairness import Runs, controlled, planned_obstacle, trained
 from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
 from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, installed_versions, seeds_of
@@ -153,6 +153,12 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     return plan
 
 
+def unfair_plan(claim: Claim, plan: StudyPlan, *, full: bool) -> str:
+    """Why no runs of the plan could be a fair test of the claim, in one line; empty if they may be one."""
+    reason = planned_obstacle(claim, claim.setting(full=full), examples=plan.splits["train"])
+    return reason and say("{name} cannot be a fair test as it is planned: {reason}", name=claim.name, reason=reason)
+
+
 def _built(plan: StudyPlan, entry: RecipeEntry, task: Task, *, own: bool) -> nn.Module:
     """The model of an arm; the claim's own must be of a size that can be trained, and run on the task's inputs."""
     if not own:
@@ -268,6 +274,8 @@ def try_claims(
     for claim in sorted(claims, key=lambda claim: claim.scope != "identity"):
         if claim.name in plans:
             watcher.stage(f"{claim.name}: {claim.claim}")
+            if unfair := unfair_plan(claim, plans[claim.name], full=options.full):
+                watcher.said(unfair)
             _remember(claim, Path(folder) / claim.name, options)
             run(plans[claim.name], Path(folder) / claim.name, engine=Local(jobs, devices), watcher=watcher)
             if each is not None:

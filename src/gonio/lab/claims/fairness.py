@@ -156,11 +156,24 @@ def _mean(scores: _Scores, arm: str, *, choice: bool = False) -> float | None:
 
 
 def obstacle(claim: Claim, setting: Experiment, runs: Runs) -> str:
-    """The first rule that the runs do not keep, in one sentence; empty if they are a fair test."""
+    """The first rule that the plan or the runs do not keep, in one sentence; empty if they are a fair test."""
+    return _first({**PLANNED, **RULES}, claim, setting, runs)
+
+
+def planned_obstacle(claim: Claim, setting: Experiment, *, examples: int) -> str:
+    """The first rule that no runs of this plan could keep; known before the first one.
+
+    Args:
+        examples: in the training split.
+    """
+    return _first(PLANNED, claim, setting, Runs(examples=examples))
+
+
+def _first(rules: Mapping[str, Callable[[_Seen], str]], claim: Claim, setting: Experiment, runs: Runs) -> str:
     if claim.scope == "identity":
         return ""
     seen = _Seen(claim, setting, runs, spec_of(Measure(claim.measure)))
-    return next((said for rule in RULES.values() if (said := rule(seen))), "")
+    return next((said for rule in rules.values() if (said := rule(seen))), "")
 
 
 @dataclass(frozen=True)
@@ -173,10 +186,15 @@ class _Seen:
     spec: MeasureSpec
 
     @property
+    def sides(self) -> tuple[str, ...]:
+        """What the contrast compares: arms, and the names that the doses of an arm have in common."""
+        return tuple(side for side, weight in self.setting.decisive.items() if weight)
+
+    @property
     def arms(self) -> tuple[Arm, ...]:
         """The arms that are judged."""
         picked = chosen(self.claim, self.setting, self.runs)
-        names = {picked.get(side, side) for side, weight in self.setting.decisive.items() if weight}
+        names = {picked.get(side, side) for side in self.sides}
         return tuple(arm for arm in self.setting.arms if arm.name in names)
 
     @property
@@ -190,13 +208,66 @@ class _Seen:
         return None if lost else _mean(self.reached, arm.name)
 
 
+def _states_bound(seen: _Seen) -> str:
+    """The claim states the score that its arms must reach."""
+    if seen.spec.start or (seen.claim.fair.floor is None) != (seen.claim.fair.ceiling is None):
+        return ""
+    return say("The claim states no score that its arms must reach (fair: floor, or ceiling where less is better).")
+
+
+def _states_margin(seen: _Seen) -> str:
+    """Where another quantity than the score is compared, the claim states how far the scores may differ."""
+    if not _unequal_matters(seen) or seen.claim.fair.margin is not None:
+        return ""
+    return say("The claim states no margin within which the scores of its arms must agree (fair: margin).")
+
+
+def _unequal_matters(seen: _Seen) -> bool:
+    return not seen.spec.start and seen.spec.kind == "property" and not seen.claim.fair.unequal and len(seen.sides) > 1
+
+
+def _enough_doses(seen: _Seen) -> str:
+    """A penalty or a clip is tried at 6 doses or more, or its strength is tuned."""
+    setting = seen.setting
+    recipes = {arm.name: arm.built_recipe for arm in setting.arms if arm.name in seen.sides and not arm.of}
+    fixed = [name for name, recipe in recipes.items() if recipe.penalty or recipe.clip_qk]
+    if fixed and setting.tune < FEWEST_TRIALS:
+        told = {"arm": fixed[0], "least": FEWEST_DOSES}
+        return say("One strength of {arm} says nothing about others; give it {least} doses or more.", **told)
+    counts = {side: sum(arm.of == side for arm in setting.arms) for side in seen.sides}
+    few = [(side, count) for side, count in counts.items() if 0 < count < FEWEST_DOSES]
+    if few:
+        told = {"arm": few[0][0], "n": few[0][1], "least": FEWEST_DOSES}
+        return say("{arm} has {n} doses; give it {least} or more.", **told)
+    return ""
+
+
+def _rates_matter(seen: _Seen) -> bool:
+    return not (seen.spec.start or seen.spec.kind == "property" or seen.claim.fair.untuned)
+
+
+def _enough_trials(seen: _Seen) -> str:
+    """Every arm has as many trials of its learning rate."""
+    if not _rates_matter(seen) or seen.setting.tune >= FEWEST_TRIALS:
+        return ""
+    return say(
+        "The learning rate of each arm needs {least} trials or more (tune), or a reason (untuned).", least=FEWEST_TRIALS
+    )
+
+
+def _real(seen: _Seen) -> str:
+    """A claim of field scope has that many training examples."""
+    if seen.claim.scope != "field" or seen.runs.examples >= FIELD_EXAMPLES:
+        return ""
+    told = {"least": FIELD_EXAMPLES, "n": seen.runs.examples}
+    return say("Field scope needs {least:,} training examples; found {n:,}.", **told)
+
+
 def _trains(seen: _Seen) -> str:
     """Every arm trains, above a floor that the claim states; one of them where the claim is about training itself."""
     fair = seen.claim.fair
     if seen.spec.start:
         return ""
-    if (fair.floor is None) == (fair.ceiling is None):
-        return say("The claim states no score that its arms must reach (fair: floor, or ceiling where less is better).")
     if not seen.reached:
         return say("The task scores of its arms were not recorded; run it again.")
     below = [(arm.name, mean) for arm in seen.arms if not _passes(seen, mean := seen.mean_reached(arm))]
@@ -222,36 +293,24 @@ def _passes(seen: _Seen, mean: float | None) -> bool:
 
 def _equal_footing(seen: _Seen) -> str:
     """Where another quantity than the score is compared, the arms' scores agree within a margin."""
-    fair = seen.claim.fair
-    if seen.spec.start or seen.spec.kind != "property" or fair.unequal or len(seen.arms) < 2:
+    margin = seen.claim.fair.margin
+    if margin is None or not _unequal_matters(seen):
         return ""
-    if fair.margin is None:
-        return say("The claim states no margin within which the scores of its arms must agree (fair: margin).")
     means = {arm.name: mean for arm in seen.arms if (mean := seen.mean_reached(arm)) is not None}
     low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-    if means[high] - means[low] <= fair.margin:
+    if means[high] - means[low] <= margin:
         return ""
     gap = points(means[high] - means[low], seen.runs.reached_unit)
     return say(
         "The arms are not on an equal footing: {low} and {high} are {gap} apart, more than {margin:g}.",
-        low=low, high=high, gap=gap, margin=fair.margin,
+        low=low, high=high, gap=gap, margin=margin,
     )  # fmt: skip
 
 
-def _doses(seen: _Seen) -> str:
-    """A penalty or a clip is tried at 6 doses or more, or its strength is tuned; the best dose is not the largest."""
-    setting = seen.setting
-    recipes = {arm.name: arm.built_recipe for arm in seen.arms if not arm.of}
-    fixed = [name for name, recipe in recipes.items() if recipe.penalty or recipe.clip_qk]
-    if fixed and setting.tune < FEWEST_TRIALS:
-        told = {"arm": fixed[0], "least": FEWEST_DOSES}
-        return say("One strength of {arm} says nothing about others; give it {least} doses or more.", **told)
-    for arm in (arm for arm in seen.arms if arm.of):
-        levels = sorted(other.level or 0.0 for other in setting.arms if other.of == arm.of)
-        if len(levels) < FEWEST_DOSES:
-            told = {"arm": arm.of, "n": len(levels), "least": FEWEST_DOSES}
-            return say("{arm} has {n} doses; give it {least} or more.", **told)
-        if setting.choose == "best" and arm.level == levels[-1]:
+def _within_doses(seen: _Seen) -> str:
+    """The best dose is not the largest."""
+    for arm in (arm for arm in seen.arms if arm.of and seen.setting.choose == "best"):
+        if arm.level == max(other.level or 0.0 for other in seen.setting.arms if other.of == arm.of):
             return say(
                 "The best dose of {arm} is the largest, {level:g}; larger ones may be better still.",
                 arm=arm.of, level=arm.level,
@@ -259,15 +318,10 @@ def _doses(seen: _Seen) -> str:
     return ""
 
 
-def _tuned(seen: _Seen) -> str:
-    """Every arm has as many trials of its learning rate, and the best lies inside of the range."""
-    if seen.spec.start or seen.spec.kind == "property" or seen.claim.fair.untuned:
+def _within_range(seen: _Seen) -> str:
+    """The best learning rate of each arm lies inside of the range."""
+    if not _rates_matter(seen):
         return ""
-    if seen.setting.tune < FEWEST_TRIALS:
-        return say(
-            "The learning rate of each arm needs {least} trials or more (tune), or a reason (untuned).",
-            least=FEWEST_TRIALS,
-        )
     for arm in seen.arms:
         for name, place in seen.runs.searched.get(arm.name, {}).items():
             if abs(place) > _END:
@@ -307,20 +361,19 @@ def _control(seen: _Seen) -> str:
     return say("It was not run with a control that draws other random numbers; run it again.")
 
 
-def _real(seen: _Seen) -> str:
-    """A claim of field scope has that many training examples."""
-    if seen.claim.scope != "field" or seen.runs.examples >= FIELD_EXAMPLES:
-        return ""
-    told = {"least": FIELD_EXAMPLES, "n": seen.runs.examples}
-    return say("Field scope needs {least:,} training examples; found {n:,}.", **told)
-
-
+# Those that follow from the plan, and those that only runs can keep or break.
+PLANNED: Mapping[str, Callable[[_Seen], str]] = {
+    "a score that arms must reach": _states_bound,
+    "a margin of equal scores": _states_margin,
+    "enough doses": _enough_doses,
+    "enough trials": _enough_trials,
+    "real size": _real,
+}
 RULES: Mapping[str, Callable[[_Seen], str]] = {
     "every arm trains": _trains,
     "equal footing": _equal_footing,
-    "doses": _doses,
-    "tuned rates": _tuned,
+    "a best dose within the doses": _within_doses,
+    "a best rate within its range": _within_range,
     "long enough": _long_enough,
     "a control": _control,
-    "real size": _real,
 }
