@@ -77,6 +77,29 @@ def test_equal_filters_and_blocks_of_several_matrices_can_be_reordered() -> None
     assert found["c"].entries_changed == conv.numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_inputs_in_another_order_are_named_with_their_number(dtype: torch.dtype) -> None:
+    """As of a conversion that flattens height, width and channels in another order, or flips kernels."""
+    flat = torch.randn(10, 6 * 4 * 4).to(dtype)
+    turned = flat.view(10, 6, 4, 4).permute(0, 2, 3, 1).flatten(1)
+    kernels = torch.randn(12, 5, 3, 3).to(dtype)
+    for after, before, moved in ((turned, flat, 90), (kernels.flip(1), kernels, 36), (kernels.flip(2, 3), kernels, 40)):
+        found = difference({"w.weight": before}, {"w.weight": after})
+        assert (found["w"].form, found["w"].reordered, found["w"].reordered_inputs) == ("reordered", 0, moved)
+        (finding,) = (each for each in found.findings if each.level != "info")
+        assert finding.code == "G505"
+        assert finding.found.startswith(f"{moved} of its inputs are at other places")
+
+
+def test_entries_that_changed_places_in_one_row_are_no_order_of_the_inputs() -> None:
+    weight = torch.randn(40, 50)
+    after = weight.clone()
+    after[7, [3, 4]] = after[7, [4, 3]]
+    assert difference({"w.weight": weight}, {"w.weight": after})["w"].reordered_inputs == 0
+    found = difference({"w.weight": weight}, {"w.weight": weight + weight.flip(1)})
+    assert found["w"].reordered_inputs == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_square_weight_that_is_transposed_is_named(dtype: torch.dtype) -> None:
     weight = torch.randn(40, 40).to(dtype)

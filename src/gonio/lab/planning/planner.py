@@ -285,7 +285,8 @@ def _checked_outputs(model: nn.Module, spec: str, task: Task) -> tuple[Tensor, l
     inputs, targets = task.train.take(range(min(2, len(task.train))))
     try:
         with torch.no_grad():
-            outputs, again = (task.outputs(model.eval(), inputs.clone()) for _ in range(2))
+            given: list[Any] = [task.outputs(model.eval(), inputs.clone()) for _ in range(2)]
+            outputs, again = given
             if not isinstance(outputs, Tensor):
                 needs, do = f"the model {spec!r} must return one tensor", "Return that of its outputs which is judged."
                 raise InvalidArgumentError(needs, with_article(type(outputs).__name__), do)

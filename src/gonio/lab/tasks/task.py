@@ -396,7 +396,7 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _collated(items: Sequence[Any]) -> Batch:
+def _collated(items: list[Any]) -> Batch:
     """The items of a data set as one batch."""
     for item in items:
         if not isinstance(item, (tuple, list)) or len(item) != 2:

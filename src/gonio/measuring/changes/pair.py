@@ -66,6 +66,7 @@ class TensorDifference:
             random subspaces.
         entries_changed: number of entries that differ. `entries_zeroed`: of them, those that are 0 after.
         reordered: number of filters at other places, if those after are those before in another order; else 0.
+        reordered_inputs: the same of the columns of its matrix.
         transposed: whether a square matrix after is the transpose of that before.
         moved_from: the name in the base of another weight that has the values after; empty if there is none.
         rounded: whether one side is the other one rounded to its dtype, so that nothing else changed.
@@ -104,6 +105,7 @@ class TensorDifference:
     entries_changed: int | None = None
     entries_zeroed: int | None = None
     reordered: int | None = None
+    reordered_inputs: int | None = None
     transposed: bool = False
     moved_from: str = ""
     rounded: bool = False
@@ -117,8 +119,9 @@ class TensorDifference:
         """The change in a word or two; empty without filters, but for `rounded`.
 
         `equal`, `rounded` (to another dtype, and nothing else changed), `pruned` (entries became 0 and no other
-        changed), `reordered` (the same filters at other places), `transposed`, `moved` (the values of another weight of
-        the base), `scaled` (all filters alike), `gains` (each filter by its own factor), `rotation`, `rank r`, `full`.
+        changed), `reordered` (the same filters or columns at other places), `transposed`, `moved` (the values of
+        another weight of the base), `scaled` (all filters alike), `gains` (each filter by its own factor), `rotation`,
+        `rank r`, `full`.
         """
         if self.rounded:
             return "rounded"
@@ -126,7 +129,7 @@ class TensorDifference:
             return self.status if self.status == "equal" else ""
         if self.entries_zeroed and self.entries_zeroed == self.entries_changed:
             return "pruned"
-        if self.reordered:
+        if self.reordered or self.reordered_inputs:
             return "reordered"
         if self.transposed:
             return "transposed"
@@ -168,6 +171,7 @@ def figures_of(before: Tensor, after: Tensor, layout: Layout | None, name: str) 
         rows = change.flatten(0, 1)
         values |= _turned(rows) | _ranks(change[...] if change.numel() <= HELD else change, moved, name)
         values["reordered"] = _reordered(rows.before, rows.after)
+        values["reordered_inputs"] = _reordered_columns(views[0][0], views[1][0]) if len(views[0]) == 1 else 0
         values["transposed"] = before.ndim == 2 and before.shape == after.mT.shape and torch.equal(before, after.mT)
         values |= _products(change, norm, moved, name)
         if values.get("intruders"):
@@ -233,6 +237,16 @@ def _reordered(before: Tensor, after: Tensor) -> int:
     if not torch.equal(before[sizes[0].indices], after[sizes[1].indices]):
         return 0
     return int((before != after).any(1).sum())
+
+
+def _reordered_columns(before: Tensor, after: Tensor) -> int:
+    """The number of columns at other places if both have the same ones; most matrices need a look at one row."""
+    height = max(1, BLOCK // before.shape[1])
+    parts = zip(before.split(height), after.split(height), strict=True)
+    old, new = next((old[rows], new[rows]) for old, new in parts if bool((rows := (old != new).any(1)).any()))
+    if not torch.equal(old[0].sort().values, new[0].sort().values):
+        return 0
+    return _reordered(before.mT.contiguous(), after.mT.contiguous())
 
 
 def _doubles(*matrices: Stored) -> Iterator[tuple[Tensor, ...]]:

@@ -91,20 +91,21 @@ def _misfit(t: TensorDifference) -> str | None:
 
 @rule("G502", TENSOR_RULES)
 def _dwarfed(t: TensorDifference) -> str | None:
-    if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2 or t.moved_from:
+    explained = t.moved_from or t.reordered or t.reordered_inputs or t.transposed  # by another finding
+    if t.relative is None or t.relative <= DWARFED or len(t.shape) < 2 or explained:
         return None
     return say("the change has {relative:.3g} times the norm of the base", relative=t.relative)
 
 
 @rule("G505", TENSOR_RULES)
 def _reordered(t: TensorDifference) -> str | None:
-    if not t.reordered:
-        return None
-    return say(
-        "{reordered} of its filters {are} at other places: those of the base in another order",
-        reordered=t.reordered,
-        are=are(t.reordered),
-    )
+    if t.reordered:
+        told = {"reordered": t.reordered, "are": are(t.reordered)}
+        return say("{reordered} of its filters {are} at other places: those of the base in another order", **told)
+    if t.reordered_inputs:
+        told = {"reordered": t.reordered_inputs, "are": are(t.reordered_inputs)}
+        return say("{reordered} of its inputs {are} at other places: those of the base in another order", **told)
+    return None
 
 
 @rule("G507", TENSOR_RULES)
