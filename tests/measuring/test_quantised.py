@@ -86,3 +86,34 @@ def test_packed_integers_that_do_not_fit_are_named(name: str) -> None:
     assert row.reason.startswith(("cannot be read: ", "int32: packed or quantised weights", "packed, and its part"))
     before = {"w.weight": torch.ones(ROWS, COLUMNS), "v.weight": torch.eye(3)}
     assert difference(before, {**state, "v.weight": torch.eye(3)})["w"].status == "not compared"
+
+
+def eight_bits(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, its codes in 8-bit floats, and their scale for each matrix."""
+    weight = 0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    scale = weight.abs().amax((-2, -1), keepdim=True) / 448
+    return weight, (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize(
+    "key", ["l.weight_quantizer._scale", "l.quantizer.weight_scale", "l.fake_quant.scale", "l_scale", "a.l_scale"]
+)
+def test_eight_bits_whose_scale_may_lie_beside_the_layer_are_not_measured_without_it(key: str) -> None:
+    weight, codes, scale = eight_bits(256, 192)
+    layer = "a.l" if key.startswith("a.") else "l"
+    file = {f"{layer}.weight": codes, key: scale.reshape(1)}
+    found = measure(file)[layer]
+    assert found.frobenius is None
+    assert found.reason == f"float8_e4m3fn, and how {key} scales it is not known"
+    assert difference({f"{layer}.weight": weight}, file)[layer].status == "not compared"
+    alone = measure({f"{layer}.weight": codes, f"{layer}_bias": torch.zeros(256), "other.scale": scale.reshape(1)})
+    assert alone[layer].frobenius == pytest.approx(float(codes.double().norm())), "the control: nothing of its own"
+
+
+def test_the_scale_of_one_stack_of_experts_is_no_zero_point_of_another() -> None:
+    (_, a, s), (_, b, t) = eight_bits(4, 256, 128), eight_bits(4, 128, 128)
+    at = "m.experts"
+    file = {f"{at}.up": a, f"{at}.up_scale_inv": s, f"{at}.down": b, f"{at}.down_scale_inv": t}
+    found = measure({"m.gate.weight": torch.randn(4, 128), **file})
+    for path, codes, scale in ((f"{at}.up", a, s), (f"{at}.down", b, t)):
+        assert found[path].frobenius == pytest.approx(float((codes.double() * scale.double()).norm()), rel=1e-6)

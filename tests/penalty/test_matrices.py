@@ -254,3 +254,39 @@ def test_a_model_that_cannot_be_run_has_no_known_output_layer_and_says_so() -> N
     groups = gonio.param_groups(nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)}), matrices=True)
     assert "head.weight" in groups.matrices
     assert "note: no layer is left out as the output layer: the model could not be run" in str(groups)
+
+
+class ByValue(nn.Module):
+    """A projection before a head in a model that reads a value of its inputs, so that it has no run on shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.projector = nn.Embedding(20, 8), nn.Linear(8, 8)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.projector(self.words(tokens))
+        return self.classifier(x.mean(1) if tokens.max().item() < 20 else x[:, 0])
+
+
+def test_output_layers_of_a_model_that_reads_values_are_found_by_a_run_on_them() -> None:
+    model = ByValue()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    groups = gonio.param_groups(model, matrices=True)
+    assert set(groups.matrices) == {"projector.weight"}
+    assert groups.others["classifier.weight"] == "the output layer"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["DebertaV2ForSequenceClassification", "Wav2Vec2ForSequenceClassification"])
+def test_a_projection_before_the_head_is_a_matrix(kind: str) -> None:
+    t = foreign.transformers()
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
+    sound = {"conv_dim": [32, 32], "conv_kernel": [3, 3], "conv_stride": [2, 2], "num_feat_extract_layers": 2}
+    more = {"vocab_size": 50} if "Deberta" in kind else {**sound, "num_conv_pos_embedding_groups": 2}
+    model = getattr(t, kind)(getattr(t, kind).config_class(**sizes, **more))
+    found = gonio.param_groups(model, matrices=True)
+    hidden = "pooler.dense.weight" if "Deberta" in kind else "projector.weight"
+    assert hidden in found.matrices
+    assert found.others["classifier.weight"] == "the output layer"

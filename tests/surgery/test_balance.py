@@ -380,3 +380,25 @@ def test_a_model_on_the_meta_device_is_refused(verb: Any) -> None:
         NotApplicableError, match=r"0\.weight is on the meta device and has no values\. Load its weights"
     ):
         verb(model)
+
+
+def test_the_scale_of_a_layer_before_heads_of_several_tasks_stays() -> None:
+    """Another head reads the same features where a setting of the model chooses it."""
+
+    def forward(m, x):
+        return m.heads[m.task](F.relu(m.second(F.relu(m.first(x)))))
+
+    layers = {"first": nn.Linear(4, 8), "second": nn.Linear(8, 8)}
+    model = Net(forward, **layers, heads=nn.ModuleList(nn.Linear(8, 3) for _ in range(2))).double()
+    model.task, x = 1, seeded(5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        model.first.weight.mul_(100)
+        other = model(x)
+        model.task = 0
+        before, second = model(x), model.heads[0].weight.clone()
+        edited = balance_(model)
+        torch.testing.assert_close(model(x), before)
+        model.task = 1
+        torch.testing.assert_close(model(x), other)
+    assert torch.equal(model.heads[0].weight, second)
+    assert edited.changes, "the scale between the first two layers moves"

@@ -65,6 +65,25 @@ class NormFreeConv(nn.Conv2d):
     pass
 
 
+class Squash(nn.Module):
+    """Of capsules (Sabour et al. 2017, equation 1): large vectors get the norm 1, and small ones keep theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x.square().sum(1, keepdim=True)
+        return x * squares.sqrt() / (1 + squares)
+
+
+class Ball(nn.Module):
+    """Clips norms over the channels, as hyperbolic networks do."""
+
+    def __init__(self, radius: float) -> None:
+        super().__init__()
+        self.radius = radius
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.radius / x.norm(dim=1, keepdim=True)).clamp(max=1)
+
+
 class Whiten(nn.Module):
     """Divides by the deviation over channels, and has no parameters."""
 
@@ -101,6 +120,10 @@ NO_NORMS = (
     FrozenBatchNorm2d(4),
     NormFreeConv(4, 4, 1),
     nn.LocalResponseNorm(2),
+    Squash(),
+    Ball(radius=1.0),
+    Ball(radius=5.0),
+    nn.GELU(),
 )
 NORMS = (Whiten(), Scaled(4), Activated(4), nn.GroupNorm(2, 4), gnn.SwitchableNorm2d(4))
 

@@ -242,6 +242,50 @@ def test_what_stays_is_said_with_the_reason_and_naming_it_is_an_error(model: nn.
         fold_(with_more, where=f"0.{path}")
 
 
+class Domains(nn.Module):
+    """A norm for each domain, which a setting chooses (domain-specific batch normalisation)."""
+
+    def __init__(self, *, listed: bool, whole: bool) -> None:
+        super().__init__()
+        norms = [trained(nn.BatchNorm2d(3)) for _ in range(2)]
+        parts = [nn.Sequential(nn.Conv2d(2, 3, 1), norm) if whole else norm for norm in norms]
+        self.first = nn.Identity() if whole else nn.Conv2d(2, 3, 1)
+        self.part, self.other = nn.ModuleList(parts) if listed else None, None if listed else parts[1]
+        self.one = None if listed else parts[0]
+        self.domain = 0
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.part is not None:
+            return self.part[self.domain](x)
+        return self.other(x) if self.domain else self.one(x)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_norm_that_a_setting_replaces_folds_only_into_a_layer_that_is_replaced_too(listed: bool, whole: bool) -> None:
+    model, x = Domains(listed=listed, whole=whole).eval(), seeded(2, 2, 3, 3)
+    before = [model(x), (setattr(model, "domain", 1), model(x))[1]]
+    model.domain = 0
+    edited = fold_(model, example=x)
+    assert len(edited.changes) == whole
+    assert whole or "does not run, and a setting of the model may put it in the place of" in str(edited)
+    after = [model(x), (setattr(model, "domain", 1), model(x))[1]]
+    torch.testing.assert_close(after, before)
+
+
+@pytest.mark.parametrize("gains", [False, True])
+def test_a_model_that_reads_an_attribute_of_its_norm_is_refused_and_left_as_it_was(gains: bool) -> None:
+    def forward(m, x):
+        return m.norm(m.conv(x)).view(x.shape[0], m.norm.num_features, -1).mean(2)
+
+    model, x = Net(forward, conv=nn.Conv2d(2, 2, 1), norm=trained(nn.BatchNorm2d(2))), seeded(2, 2, 3, 3)
+    before = model(x)
+    with pytest.raises(NotApplicableError, match=r"the edited model fails .AttributeError: 'Identity' object has no"):
+        fold_(model, example=x, gains=gains)
+    torch.testing.assert_close(model(x), before)
+
+
 def test_the_norm_of_a_compiled_model_folds() -> None:
     model = torch.compile(trained(nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))), backend="eager")
     fold_(model, example=seeded(2, 2, 3, 3))

@@ -329,3 +329,28 @@ def test_depth_needs_the_anatomy_of_the_model_and_a_layer_that_adds() -> None:
         gonio.init_(model, init.xavier_, depth_scaled=gonio.surgery.anatomy(other))
     with pytest.raises(InvalidArgumentError, match=r"divides layers that add to the stream; found none chosen"):
         gonio.init_(model, init.xavier_, where="*up", depth_scaled=gonio.surgery.anatomy(model))
+
+
+class TiedFirst(nn.Module):
+    """A head that is registered before the embedding with padding whose weight it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.words = nn.Linear(16, 30, bias=False), nn.Embedding(30, 16, padding_idx=2)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x))
+
+
+def test_the_padding_row_of_a_tied_weight_stays_whichever_layer_comes_first() -> None:
+    model = TiedFirst()
+    edited = gonio.init_(model, gonio.init.orthogonal_)
+    assert [change.path for change in edited.changes] == ["head", "words"]
+    assert torch.equal(model.words.weight[2], torch.zeros(16))
+    assert bool(model.words.weight[[1, 3]].any(1).all())
+    found = gonio.measure(model)
+    assert [finding.code for finding in found.findings if finding.level != "info"] == []
+    with torch.no_grad():
+        model.head.weight[3] = 0  # the control: another row of zeros
+    assert "G102" in [finding.code for finding in gonio.measure(model).findings]

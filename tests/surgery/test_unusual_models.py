@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import gonio
 from catalog import seeded
@@ -156,3 +157,68 @@ def test_an_error_of_a_parametrization_has_the_place() -> None:
     with pytest.raises(NotApplicableError, match="max_norm renormalises it") as caught:
         optim.hold_(linear, optimizer, where="*", norm="filters", magnitude="learned")
     assert caught.value.__notes__ == ["at 1.weight"]
+
+
+class Quantised(Tensor):
+    """A weight without a storage, of which torch can do one thing: the product of a layer, as of torchao's."""
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        made.scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        made.codes = (weight.detach() / made.scale).round().to(torch.int8)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear:
+                return F.linear(args[0], args[1].codes * args[1].scale, *args[2:])
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} of Quantised")
+
+
+class QuantisedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        for layer in (self.q, self.k, self.v, self.out):
+            layer.weight = nn.Parameter(Quantised(layer.weight), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(self.norm(x)).unflatten(-1, (2, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+QUANTISED_VERBS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "rotate_": lambda model, x: gonio.rotate_(model, example=x),
+    "fold_": lambda model, x: gonio.fold_(model, gains=True, example=x),
+    "balance_": lambda model, x: gonio.balance_(model, example=x),
+    "clip_qk_": lambda model, x: gonio.clip_qk_(model, torch.optim.SGD(model.parameters(), lr=0.1), example=x),
+}
+
+
+@pytest.mark.parametrize("verb", QUANTISED_VERBS)
+def test_weights_of_which_only_the_product_is_known_are_refused_in_words(verb: str) -> None:
+    model, x = QuantisedBlock(), torch.randn(2, 5, 16)
+    before = model(x)
+    with pytest.raises(gonio.GonioError, match=r"Quantised|nothing to fold|no module is suitable"):
+        QUANTISED_VERBS[verb](model, x)
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (2, 5, 16)])
+def test_outputs_of_weights_of_which_only_the_product_is_known_are_measured(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    model[0].weight = nn.Parameter(Quantised(model[0].weight), requires_grad=False)
+    x = torch.randn(shape)
+    found = gonio.measure(model, batch=x)
+    assert found.signals[0].path == "0"
+    assert found.signals[0].rms == pytest.approx(float(model[0](x).detach().square().mean().sqrt()), rel=1e-5)
+    assert gonio.equivalent(model, model, example=x).absolute == 0

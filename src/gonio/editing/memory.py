@@ -44,6 +44,21 @@ def has_address(tensor: Tensor) -> bool:
     return not (is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0)
 
 
+def storage_of(tensor: Tensor) -> int | None:
+    """What identifies the memory that a tensor and its views are in; None for one without, as of some subclasses.
+
+    Example:
+        >>> from gonio.editing.memory import storage_of
+        >>> a = torch.zeros(2, 2)
+        >>> storage_of(a) == storage_of(a.T[1:]), storage_of(a) == storage_of(a.clone())
+        (True, False)
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def overlapping(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     """By the `id` of each tensor that shares memory with others: these. Slices of one buffer beside each other do not.
 

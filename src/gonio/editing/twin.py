@@ -24,6 +24,7 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from gonio.editing.edit import run_reversed
 from gonio.editing.where import adds_no_name, holds_original, is_sharded, run_eagerly, unwrapped
+from gonio.editing.written import writes_taken_back
 from gonio.errors import NotApplicableError
 from gonio.messages import say
 from gonio.seeding import state_kept
@@ -351,8 +352,9 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """Gives a twin of the model without its wrappers, in evaluation mode.
 
     A sharded model runs itself, because the hooks that gather its shards refer to its own modules; every module gets
-    its own mode and buffers back. What the forward draws leaves torch's global generators, of the CPU and of the
-    model's GPUs, as they were. Under autocast no cast weight is kept, because verbs change weights between two runs.
+    its own mode and buffers back. Parameters that the twin's forward writes to get their values back, and what it draws
+    leaves torch's global generators, of the CPU and of the model's GPUs, as they were. Under autocast no cast weight is
+    kept, because verbs change weights between two runs.
 
     Raises:
         NotApplicableError: where the forward of the twin calls a module of the model itself, which the twin's cannot
@@ -363,7 +365,7 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     with state_kept(devices), _without_cached_casts():
         if not is_sharded(inner):
             twin = without_wrappers(in_mode(twin_of(inner), training=False))
-            with left_alone(inner, twin):
+            with left_alone(inner, twin), writes_taken_back(twin):
                 yield twin
         else:
             with _evaluating_itself(inner):

@@ -22,6 +22,7 @@ from gonio.editing.where import Where, as_selector, asked_of, holds_original, is
 from gonio.editing.wrappers import parameter_ids, real_optimizers, with_inner
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, check_range
 from gonio.execution import several_ranks
+from gonio.geometry.views import why_not_dense
 from gonio.messages import counted, say
 from gonio.optim.holding import refuse_averages, step_of_hold
 from gonio.surgery.anatomy import anatomy
@@ -221,6 +222,8 @@ def _why_not(block: Attention, parameters: Mapping[str, nn.Parameter], trained: 
     for name in dict.fromkeys(name for part in parts for name in (part.tensor, part.bias) if name):
         if name not in parameters:
             return f"{name} is not found by its name, as inside a wrapper"
+        if (why := why_not_dense(parameters[name])) is not None:
+            return why
         if id(parameters[name]) not in trained:
             return f"{name} is not in the optimizer"
         if step_of_hold(parameters[name]) is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.edit import Edit, Edited, Refer, referrer
+from gonio.editing.memory import memory_key
 from gonio.editing.steps import check_optimizer, expect_steps_, per_parameter, refuse_kept_list, take_out_
 from gonio.editing.where import Where, as_selector, asked_of, at, sites
 from gonio.editing.wrappers import is_transparent, parameter_ids, real_optimizers, with_inner
@@ -33,7 +34,7 @@ from gonio.parametrizations import WeightNorm
 from gonio.parametrizations.mechanism import attach, parametrization_of
 from gonio.penalty.weights import WeightRef, weights_of
 from gonio.surgery.blocks import Anatomy
-from gonio.surgery.facts import TABLES
+from gonio.surgery.facts import TABLES, padding_rows
 from gonio.surgery.graph import trace
 
 _PARTS: dict[Norm, tuple[str, str]] = {
@@ -360,9 +361,7 @@ def _refuse_unfit(model: nn.Module, ref: WeightRef, norm: Norm) -> None:
     if is_sharded(parameter) and vectors.splits_shards():
         raise refuse("its shards cut its vectors", "Hold it by norm='matrix', or exclude it in `where`.")
     norms = vectors.norms(parameter.detach())
-    padding = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
-    padded = any(each is parameter for module in padding for each in module._parameters.values())
-    fit = norms.isfinite() & ((norms > 0) | padded)
+    fit = norms.isfinite() & ((norms > 0) | (memory_key(parameter) in padding_rows(model)))
     if not bool(fit.all()):
         bad = int((~fit).sum())
         of = "the norm of 1 of its vectors is" if bad == 1 else f"the norms of {bad} of its vectors are"

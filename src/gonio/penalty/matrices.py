@@ -238,7 +238,10 @@ def _cut(
     layout = ref.layout
     if (why := why_not_dense(parameter)) is not None:
         return why.removeprefix("its weight is ")
-    matrices, filters, columns = view_shape(parameter, layout)
+    try:
+        matrices, filters, columns = view_shape(parameter, layout)
+    except InvalidArgumentError:  # as the norms of a weight norm along another axis than that of the groups
+        return "a part of a weight, which is no stack of filters"
     if filters == 1:
         return "depthwise: each filter is a matrix of one row" if matrices > 1 else "a matrix of one row"
     if columns == 1:

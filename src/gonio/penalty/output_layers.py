@@ -1,7 +1,8 @@
 """The layers that compute a model's outputs, found by running the model on shapes alone.
 
 Every parameter and the input become tensors without data, on torch's meta device, so that a run costs neither memory
-nor time. From each output tensor the autograd graph is followed back to the first layers with weights.
+nor time; a model that needs values is run on the input itself. From each output tensor the autograd graph is followed
+back to the first layers with weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from gonio.editing.twin import set_tensors_, twin_of
 from gonio.editing.where import sites
+from gonio.editing.written import writes_taken_back
 from gonio.errors import first_line
 from gonio.execution import is_sharded
 from gonio.geometry.views import has_filters
@@ -44,16 +46,16 @@ def output_layers(model: nn.Module) -> tuple[set[int], str]:
     reason = "its parameters are sharded" if sharded else "the model has no layer that tells its input size"
     for inner in () if sharded else _cores(model):
         for example in examples_for(inner):
-            try:
-                inputs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, example)
-                found = _from_mode(inner, inputs, training=False)
-            except Exception as error:  # a model can raise anything at a size that it does not take
-                reason = first_line(error, 100, kind=True)
-                continue
-            with suppress(Exception):  # training may need more, such as labels
-                found |= _from_mode(inner, inputs, training=True)
-            layers = [site.module for site in sites(inner) if site.path in found]
-            return {id(layer) for layer in layers if layer is not model}, ""
+            for on_shapes in (True, False):
+                try:
+                    found = _from_mode(inner, example, training=False, on_shapes=on_shapes)
+                except Exception as error:  # a model can raise anything at a size that it does not take
+                    reason = first_line(error, 100, kind=True)
+                    continue
+                with suppress(Exception):  # training may need more, such as labels
+                    found |= _from_mode(inner, example, training=True, on_shapes=on_shapes)
+                layers = [site.module for site in sites(inner) if site.path in found]
+                return {id(layer) for layer in layers if layer is not model}, ""
     named = list(_named(model))
     return {id(layer) for layer in named}, "" if named else f"the model could not be run ({reason})"
 
@@ -66,20 +68,26 @@ def _cores(model: nn.Module) -> Iterator[nn.Module]:
         yield from _cores(inside[0])
 
 
-def _without_data(model: nn.Module) -> nn.Module:
-    """A twin with tensors without data in the place of all parameters and buffers, the same one for a shared tensor."""
+def _trainable(model: nn.Module, *, on_shapes: bool) -> nn.Module:
+    """A twin whose parameters all require a gradient, which is none of the model's.
+
+    Args:
+        on_shapes: with tensors without data in the place of all parameters and buffers.
+    """
     twin, bare = twin_of(model), dict[int, Tensor]()
     for tensor in (*twin.parameters(), *twin.buffers()):
-        if not (tensor.is_meta and tensor.requires_grad):
+        trains = isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())
+        if on_shapes and not (tensor.is_meta and tensor.requires_grad):
             new = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            trains = isinstance(tensor, nn.Parameter) and new.is_floating_point()
-            bare[id(tensor)] = nn.Parameter(new) if trains else new
-    set_tensors_(twin, bare)
+            bare[id(tensor)] = nn.Parameter(new) if trains and new.is_floating_point() else new
+        elif trains and not on_shapes:
+            bare[id(tensor)] = nn.Parameter(tensor.detach())
+    set_tensors_(twin, bare)  # the same one for a shared tensor
     return twin
 
 
-def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[str]:
-    """The paths of the output layers of a model without data."""
+def _from_mode(model: nn.Module, example: Any, *, training: bool, on_shapes: bool) -> set[str]:
+    """The paths of the output layers."""
     made: _Nodes = {}
 
     def record(path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -87,10 +95,11 @@ def _from_mode(model: nn.Module, inputs: Any, *, training: bool) -> set[str]:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 made[tensor.grad_fn] = path
 
-    twin = _without_data(model).train(training)
+    inputs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, example) if on_shapes else example
+    twin = _trainable(model, on_shapes=on_shapes).train(training)
     weighted = [site for site in sites(twin) if not isinstance(site.module, TABLES)]
     layers = {s.path: s.module for s in weighted if any(has_filters(s.module, n) for n in s.module._parameters)}
-    with torch.enable_grad(), state_kept(), ExitStack() as hooks:
+    with torch.enable_grad(), state_kept(), writes_taken_back(twin), ExitStack() as hooks:
         for path, layer in layers.items():
             hooks.enter_context(layer.register_forward_hook(partial(record, path)))
         outputs = call(twin, inputs)
@@ -119,26 +128,18 @@ def _reached(start: list[Any], stops: _Nodes) -> set[Any]:
 
 
 def _named(model: nn.Module) -> Iterator[nn.Module]:
-    """The output layers of a model that cannot be run: the last of a sequence, or as timm and transformers say.
-
-    In a model of transformers that does not name its output embeddings they are what lies outside of its base model.
-    """
+    """The output layers of a model that cannot be run: the last of a sequence, or as timm and transformers say."""
     if isinstance(model, nn.Sequential):
         yield from _last_weighted(model)
     for module in model.modules():
-        named = []
         for method in ("get_output_embeddings", "get_classifier"):
             if hasattr(type(module), method):
                 try:
                     found = getattr(module, method)()
                 except Exception:  # the model's own code
                     continue
-                named += [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
-        base = module._modules.get(getattr(type(module), "base_model_prefix", ""))
-        if base is not None and not named:
-            named = [child for child in module.children() if child is not base]
-        for each in named:
-            yield from _last_weighted(each)
+                for each in found if isinstance(found, tuple) else (found,):
+                    yield from () if each is None else _last_weighted(each)
 
 
 def _last_weighted(module: nn.Module) -> list[nn.Module]:

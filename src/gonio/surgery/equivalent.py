@@ -28,6 +28,7 @@ from gonio.surgery.facts import facts_of
 SAME_OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5}
 SAME_FUNCTION = {torch.float64: 1e-9, torch.float32: 1e-3}  # where an edit computes with other numbers
 
+_SAMPLES = 4096  # of sound: a quarter of a second
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 _MOST_ENTRIES = 2**22  # of an input that is tried
 
@@ -134,6 +135,8 @@ def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...],
         case nn.modules.conv._ConvNd() as conv:
             shapes = [(batch, conv.in_channels, *[size] * (conv.weight.dim() - 2)) for size in _SIZES]
             yield from ((shape, 0) for shape in shapes if prod(shape) <= _MOST_ENTRIES)
+            if isinstance(conv, nn.Conv1d) and conv.in_channels == 1:  # models of sound, which add the axis themselves
+                yield (batch, _SAMPLES), 0
         case nn.Linear() as linear:
             tokens = {vars(m).get("num_features", 8) for m in model.modules() if facts_of(m).why_not_affine is not None}
             yield from (((batch, *rest, linear.in_features), 0) for rest in ((), (8,), *((n,) for n in sorted(tokens))))
@@ -417,12 +420,9 @@ class SameFunction:
         if not self._runs:
             edit.note(say("the outputs before and after were not compared: {why}; pass example=", why=self.why))
         for example, before in self._runs:
-            try:
+            with self._refused(edit, action):
                 after = outputs(self.model, example)
                 moved = deviation(before, after)
-            except Exception as error:
-                why = say("the edited model fails ({why})", why=first_line(error, kind=True))
-                raise self._refusal(edit, action, why) from error
             dtypes = {x.dtype for x in before if x.is_floating_point()}
             if moved.relative > max((allowed.get(dtype, otherwise) for dtype in dtypes), default=0.0):
                 # Some networks enlarge rounding: then the edited one differs as much from itself in float64.
@@ -434,6 +434,20 @@ class SameFunction:
                 edit.note(say("this model enlarges rounding: in float64 its outputs differ by {r:.3g} relative", r=r))
             if self._given:
                 edit.note(moved._said)
+
+    def check_runs_(self, edit: Edit, action: str) -> None:
+        """Raise unless the edited model runs on the examples."""
+        for example, _ in self._runs:
+            with self._refused(edit, action):
+                outputs(self.model, example)
+
+    @contextmanager
+    def _refused(self, edit: Edit, action: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            why = say("the edited model fails ({why})", why=first_line(error, kind=True))
+            raise self._refusal(edit, action, why) from error
 
     @staticmethod
     def _refusal(edit: Edit, action: str, why: str) -> NotApplicableError:

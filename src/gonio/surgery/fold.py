@@ -83,6 +83,8 @@ def fold_(model: nn.Module, *, example: Any = None, where: Where = None, gains: 
         for fold_some_ in (_fold_parametrizations_, _fold_parametrizations_of_torch_, _fold_decoupled_):
             fold_some_(edit, chosen, stay)
         _fold_norms_(edit, chosen, stay, same.dims)
+        if gains and edit.changes:  # what follows runs the model
+            same.check_runs_(edit, "fold")
         eps = _fold_gains_(edit, chosen, stay, same) if gains else 0.0
         if stay and where is not None:
             first = next(site for site in chosen if site.path in stay)

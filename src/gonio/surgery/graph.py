@@ -7,6 +7,7 @@ states the reason.
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import threading
 import warnings
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.memory import memory_key
 from gonio.editing.twin import in_mode, twin_of, without_wrappers
@@ -134,6 +136,9 @@ class Graph:
 
     def why_pinned(self, path: str, module: nn.Module) -> str:
         """Why the weight of a layer cannot be changed along with its neighbours; empty if it can."""
+        return self._why_fixed(path, module) or self._why_exchanged(path)
+
+    def _why_fixed(self, path: str, module: nn.Module) -> str:
         own = [p for p in module._parameters.values() if p is not None]
         if (why := next(filter(None, map(why_not_dense, own)), None)) is not None:
             return say("{path}: {why}", path=path, why=fixed(why))
@@ -149,6 +154,39 @@ class Graph:
         if has_changing_hooks(module):
             return say("{path} has forward hooks, which may change its output", path=path)
         return ""
+
+    def _why_exchanged(self, path: str, beside: str = "") -> str:
+        """Why another layer may run in its place, without running in that of a layer beside it; empty if none may."""
+        for end in (*_dots(path), len(path)):
+            if (other := self._at_rest.get(path[:end])) is not None and not f"{beside}.".startswith(f"{path[:end]}."):
+                told = {"path": path[:end], "other": other}
+                return say("{other} does not run, and a setting of the model may put it in the place of {path}", **told)
+        return ""
+
+    @cached_property
+    def _at_rest(self) -> dict[str, str]:
+        """By path of a part that runs, one that runs in neither mode, of its kind and sizes or of one list with it."""
+        found = self._resting(self._running)
+        modes = (trace(self.model, training=mode) for mode in (False, True)) if found else ()
+        return self._resting(self._running.union(*(other._running for other in modes))) if found else {}
+
+    @cached_property
+    def _running(self) -> frozenset[str]:
+        """The paths of the parts in which a layer runs or is read."""
+        read = {*self.call_counts, *(path for path, names in self.read_by_name.items() if names)}
+        return frozenset(path[:end] for path in read for end in (*_dots(path), len(path)))
+
+    def _resting(self, runs: frozenset[str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            parts = {f"{path}.{name}".lstrip("."): part for name, part in module.named_children()}
+            rest = [each for each, part in parts.items() if each not in runs and any(True for _ in part.parameters())]
+            listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            for one, other in itertools.product(parts.keys() & runs if rest else (), rest):
+                a, b = parts[one], parts[other]
+                if type(a) is type(b) and (listed or _sizes(a) == _sizes(b)):
+                    found[one] = other
+        return found
 
     @cached_property
     def norm_after(self) -> dict[str, str]:
@@ -236,7 +274,9 @@ class Graph:
             return "it or the layer before it has forward hooks"
         if self.read_by_name[str(nodes[-1].target)]:
             return "its scale, shift or statistics are read elsewhere too"
-        return self.why_pinned(str(feeds[0].target), layer) or self._why_other_axis(feeds[0], layer) or layer
+        at, after = str(feeds[0].target), str(nodes[-1].target)
+        exchanged = self._why_exchanged(at, after) or self._why_exchanged(after, at)
+        return self._why_fixed(at, layer) or exchanged or self._why_other_axis(feeds[0], layer) or layer
 
     def _why_other_axis(self, node: fx.Node, layer: nn.Module) -> str:
         """Why the channels of a layer's output are not on dim 1, or may not be; empty if they are."""
@@ -413,6 +453,15 @@ def activation_after(model: nn.Module) -> dict[str, str]:
         {'0': 'gelu', '3': 'linear'}
     """
     return trace(model).activation_after
+
+
+def _dots(path: str) -> list[int]:
+    return [place for place, sign in enumerate(path) if sign == "."]
+
+
+def _sizes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    held = itertools.chain(module.named_parameters(), module.named_buffers())
+    return [(name, tensor.shape) for name, tensor in held if not is_lazy(tensor)]
 
 
 def called_function(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ from gonio.init.variance import write_
 from gonio.messages import joined, say
 from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy
+from gonio.surgery.facts import padding_rows
 from gonio.surgery.graph import activation_after
 
 
@@ -98,6 +99,7 @@ def init_(
         if traced and any(site.path not in gains for site in found):
             edit.note(say("the function's own gain where the following activation is not known"))
         done: set[Hashable] = set()
+        padding = padding_rows(model)
         for site in found:
             weight = site.module.get_parameter(tensor)
             if memory_key(weight) in done:
@@ -111,7 +113,7 @@ def init_(
             if site.path in gains:
                 shown["gain"] = gains[site.path] if asked == "trains" else f"{asked} of {gains[site.path]}"
                 own["gain"] = gain(gains[site.path], asked)
-            value = _drawn(site, tensor, function, seed, own)
+            value = _drawn(site, tensor, function, seed, own, padding.get(memory_key(weight), frozenset()))
             edit.set_data_(weight, value / blocks**0.5 if id(weight) in adding else value)
             call = f"{_name(function)}({', '.join(f'{k}={v}' for k, v in shown.items())})"
             call += f" / √{blocks}" if id(weight) in adding else ""
@@ -173,7 +175,14 @@ def check_function(verb: str, function: Any, options: dict[str, Any]) -> None:
         raise InvalidArgumentError(f"{verb} was given options for {_name(function)}", found, takes)
 
 
-def _drawn(site: Site, tensor: str, function: Callable[..., Tensor], seed: int, options: dict[str, Any]) -> Tensor:
+def _drawn(
+    site: Site,
+    tensor: str,
+    function: Callable[..., Tensor],
+    seed: int,
+    options: dict[str, Any],
+    padding: frozenset[int],
+) -> Tensor:
     """A new value in a tensor of its own, so that a failure leaves the weight as it was."""
     weight = site.module.get_parameter(tensor)
     value = torch.empty_like(weight, requires_grad=False)
@@ -181,10 +190,9 @@ def _drawn(site: Site, tensor: str, function: Callable[..., Tensor], seed: int, 
     random = generator(seed, "init", *names)  # of the CPU: the same weights on every device
     with at(site, tensor):
         function(value, layout=layout_of(site.module, tensor), generator=random, **options)
-    padding = getattr(site.module, "padding_idx", None)
-    if padding is not None:  # on the whole tensor: one row of a DTensor cannot be written
-        drawn = whole(value).clone()
-        drawn[padding] = whole(weight.detach())[padding]
+    if padding:  # on the whole tensor: one row of a DTensor cannot be written
+        drawn, rows = whole(value).clone(), list(padding)
+        drawn[rows] = whole(weight.detach())[rows]
         write_(value, drawn)
     if not torch.isfinite(value).all():
         why = f"{_name(function)} gave non-finite values"

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from gonio.editing.written import looks_at_parameters
+
 MASKED = -1e4  # logits below are those of pairs that a mask excludes
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 LAYERS = frozenset({"linear", "addmm", "mm", "matmul", "__matmul__", "bmm", "baddbmm", *CONVOLUTIONS})
@@ -65,6 +67,8 @@ class Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if looks_at_parameters():
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self.packed(func, args, kwargs)
         out = func(*args, **kwargs)

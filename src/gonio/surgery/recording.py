@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.memory import storage_of
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.execution import as_usual_saved
@@ -170,7 +171,10 @@ class Recorder(Products):
         self.run = Recording(parameters=dict(model.named_parameters(remove_duplicate=False)))
         self._names = {id(p): name for name, p in model.named_parameters()}
         dense = [(n, p) for n, p in model.named_parameters() if not is_lazy(p) and p.layout is torch.strided]
-        self._stored = {p.untyped_storage().data_ptr(): (name, p) for name, p in dense if p.numel()}
+        stored = ((storage_of(p), (name, p)) for name, p in dense if p.numel())
+        self._stored: dict[int | None, tuple[str, Tensor]] = {
+            storage: each for storage, each in stored if storage is not None
+        }
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
         self._paused = False
 
@@ -228,7 +232,7 @@ class Recorder(Products):
             return None
         if tensor.ndim < 2 or not tensor.numel():
             return None
-        name, own = self._stored.get(tensor.untyped_storage().data_ptr(), ("", tensor))
+        name, own = self._stored.get(storage_of(tensor), ("", tensor))
         if not name or own.ndim < 2 or 0 in own.stride():
             return None
         offset = tensor.storage_offset() - own.storage_offset()
@@ -272,7 +276,7 @@ class Recorder(Products):
         return ended.clone()  # the model may change it in place
 
     def _own(self, weight: Tensor) -> Tensor:
-        return self._stored[weight.untyped_storage().data_ptr()][1]
+        return self._stored[storage_of(weight)][1]
 
     def _table(self, operands: list[Tensor], out: Tensor) -> Tensor:
         name = next((self._names[id(t)] for t in operands if id(t) in self._names), None)

@@ -84,6 +84,9 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
         alone |= held is None
         missing = TensorEntry(name, "", None, None, no_weight(adapter.path), fault=True)
         made[name] = missing if held is None else replace(adapter.adapted(held), name=name)
+        if adapter.kind == "tokens":  # peft replaces the rows of the head too where the model's class states the tie
+            why = f"tied to {name}, of which an adapter replaces rows; whether here too depends on the model"
+            made |= {other: base[other].unknown(why) for other in _tied_to(name, base) if other not in made}
     unread = _unread(made, base, found, names, places)
     alone |= any(name not in base and name not in dict(unread) for name in made)
     for name, path in unread:
@@ -102,6 +105,14 @@ def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:
     notes = (f"{counted(moved, 'name')} matched across prefixes",) if moved else ()
     holds = bool(found.adapters)
     return TunedModel(name_of(source), made, holds, rest_equal=holds and not alone, notes=(*found.notes, *notes))
+
+
+def _tied_to(name: str, base: Mapping[str, TensorEntry]) -> list[str]:
+    """The other names of a tensor of the base."""
+    if name not in base:
+        return []
+    first = base[name].tied or name
+    return [other for other, entry in base.items() if (entry.tied or other) == first and other != name]
 
 
 def _plain(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:

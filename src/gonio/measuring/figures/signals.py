@@ -20,7 +20,7 @@ from gonio.errors import first_line
 from gonio.execution import derivatives, several_ranks
 from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
-from gonio.geometry.views import has_filters
+from gonio.geometry.views import has_filters, why_not_dense
 from gonio.messages import say
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
@@ -493,7 +493,7 @@ def off_right_angle(module: nn.Module, output: Tensor) -> tuple[float | None, fl
     None for layers that are not linear, of one filter, or of more than :data:`MOST_FILTERS` per group.
     """
     weight = getattr(module, "weight", None)
-    if not (isinstance(module, _KINDS) and isinstance(weight, Tensor) and weight.is_floating_point()):
+    if not (isinstance(module, _KINDS) and isinstance(weight, Tensor) and why_not_dense(weight) is None):
         return None, None
     layout = layout_of(module)
     filters = matrix_view(whole(weight), layout)  # a shard has some filters only

@@ -43,6 +43,7 @@ _DYNAMIC = ("LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 def entries_of_model(model: nn.Module) -> list[TensorEntry]:
     """One entry per parameter and buffer, tied ones once, and one per weight that a layer or an adapter computes."""
     seen: dict[Hashable, str] = {}
+    places: dict[str, int] = {}
     made: list[TensorEntry] = []
     everything = sites(model)
     trained = any(p.requires_grad for site in everything for p in site.module._parameters.values() if p is not None)
@@ -53,14 +54,13 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
             path = f"{site.path}.{name}" if site.path else name
             first = path if tensor is None else seen.setdefault(memory_key(tensor), path)
             if first == path:
-                entry = _entry_of(site, name, path, tensor, computed.get(name))
-                table = isinstance(site.module, TABLES) and name == "weight" and tensor is not None
-                if table:
-                    entry = replace(_not_learned(entry, tensor, trained), table=True)
-                made.append(entry)
+                places[path] = len(made)
+                made.append(_entry_of(site, name, path, tensor, computed.get(name)))
             else:
                 kind = type(site.module).__name__
                 made.append(TensorEntry(path, kind, None, None, says_tied(first), tied=first))
+            if name == "weight" and tensor is not None:
+                made[places[first]] = _of_table(made[places[first]], site.module, tensor, trained)
     shapes = {entry.name: entry.shape for entry in made if entry.shape is not None}
     unread = [
         e.name for e in made if e.reason.startswith((_UNREAD, STACKED)) or (e.inferred and untold(e.name, shapes))
@@ -133,14 +133,20 @@ def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Rea
         return TensorEntry(path, type(site.module).__name__, None, None, said)
 
 
-def _not_learned(entry: TensorEntry, table: Tensor | None, trained: bool) -> TensorEntry:
-    """The entry of a table, marked where its rows are alike without having been learned."""
-    if trained and isinstance(table, nn.Parameter) and not table.requires_grad:
+def _of_table(entry: TensorEntry, module: nn.Module, table: Tensor, trained: bool) -> TensorEntry:
+    """The entry of a table, or of what is tied to one, marked where rows are alike without having been learned."""
+    if getattr(module, "padding_idx", None) is not None and "padding" not in entry.marks:
+        entry = entry.marked("padding", PADDING)
+    if not isinstance(module, TABLES):
+        return entry
+    entry = replace(entry, table=True)
+    if trained and isinstance(table, nn.Parameter) and not table.requires_grad and "fixed" not in entry.marks:
         entry = entry.marked("fixed", FIXED)
     if type(table) is not nn.Parameter or table.is_meta or table.dim() != 2 or len(table) < 2:
         return entry
     with suppress(NotImplementedError):  # of narrow types without a comparison
-        if torch.equal(table[0], table[-1]) and bool(table[0].any()) and bool((table == table[:1]).all()):
+        alike = torch.equal(table[0], table[-1]) and bool(table[0].any()) and bool((table == table[:1]).all())
+        if alike and "constant" not in entry.marks:
             entry = entry.marked("constant", CONSTANT)
     return entry
 
@@ -149,8 +155,6 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read |
     module = site.module
     kind = type(module).__name__
     notes = tuple(f"also {alias}.{name}" for alias in site.aliases)
-    padded = name == "weight" and getattr(module, "padding_idx", None) is not None
-    notes = (*notes, PADDING) if padded else notes
     if tensor is not None and is_lazy(tensor):
         return TensorEntry(path, kind, None, None, "a lazy layer that has seen no input yet", notes)
     load = read or partial(_read, module, name)
@@ -164,7 +168,7 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read |
         notes = (*notes, "the weight that the layer computes")
     layout, reason = _layout(module, name, tensor)
     shape, dtype = (None, "") if tensor is None else header_of(tensor)
-    made = TensorEntry(path, kind, layout, load, reason, notes, shape, dtype, marks=("padding",) if padded else ())
+    made = TensorEntry(path, kind, layout, load, reason, notes, shape, dtype)
     try:
         layout_of(module, name)
     except NotApplicableError:

@@ -51,6 +51,17 @@ class FileTensors(dict[str, StoredTensor]):
             found.setdefault(path, {})[last] = tensor
         return found
 
+    @cached_property
+    def inside(self) -> Mapping[str, list[str]]:
+        """By the path of a layer, the layers inside of it."""
+        found: dict[str, list[str]] = {}
+        for path in self.layers:
+            above = path
+            while above:
+                above = above.rpartition(".")[0]
+                found.setdefault(above, []).append(path)
+        return found
+
 
 @dataclass(frozen=True)
 class Format:

@@ -22,6 +22,7 @@ from gonio.measuring.reading.formats.bitsandbytes import halves
 BLOCK = 128  # rows and columns of a block where neither the shapes nor the configuration tell
 LARGEST_BLOCK = 1 << 20
 SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
+_OF_WEIGHTS = SCALES[:3]  # which have the whole key of a weight
 ZEROS = ("{n}_zero_point", "{n}.zero_point", "{p}zero_point")
 # The ends of the codes' keys of tensor subclasses that a file stores by their parts: of quanto, of torchao.
 _INNER, _CODES = "._data", "_qdata"
@@ -74,7 +75,7 @@ def _of_keys(
         made = computed(_values, weight, stored[key], stored.get(zero), blocks, shape=weight.shape)
         said = f"dequantised from {weight.dtype} and its scale{' and zero point' if zero else ''}"
         return StoredWeight(own, (name, key, *([zero] if zero else [])), made, said)
-    beside = known or _may_scale(path, name, stored, config)
+    beside = known or _may_scale(path, name, stored, config) or _further(path, name, stored, config)
     if not beside:
         return None
     return StoredWeight(name, (name,), None, f"{weight.dtype}, and how {beside[0]} scales it is not known")
@@ -103,6 +104,8 @@ def _zero_point(path: str, name: str, scale: str, registered: list[str], stored:
         return (known[0], "") if fits else ("", known[0])
     others = [key for key in beside if stored[key].shape == shape and not one]
     others = [key for key in others if key.rpartition(".")[2] not in ("bias", *ACTIVATIONS)]
+    own = {kind.format(n=key) for key in layer if key != name for kind in _OF_WEIGHTS}  # scales of other weights
+    others = [key for key in others if key not in own]
     return "", others[0] if others else ""
 
 
@@ -113,6 +116,16 @@ def _may_scale(path: str, name: str, stored: FileTensors, config: Mapping[str, A
     keys = (*layer, *(f"{name}.{last}" for last in stored.layers.get(name, {})))
     found = [key for key in keys if key != name and stored[key].dtype != weight.dtype]
     return [key for key in found if _blocks(weight.shape, stored[key], config) is not None]
+
+
+def _further(path: str, name: str, stored: FileTensors, config: Mapping[str, Any]) -> list[str]:
+    """The tensors with the shape of a scale in layers inside of a weight's layer, as in a quantiser, or beside it."""
+    layer = path.removesuffix(".")
+    parent, _, last = layer.rpartition(".")
+    found = [f"{each}.{end}" for each in stored.inside.get(layer, ()) for end in stored.layers[each]] if layer else []
+    found += [f"{parent}.{end}".lstrip(".") for end in stored.layers.get(parent, ()) if end.startswith(f"{last}_")]
+    found = [key for key in found if not key.endswith(("bias", *ACTIVATIONS))]
+    return [key for key in found if _blocks(stored[name].shape, stored[key], config) is not None]
 
 
 def _blocks(shape: tuple[int, ...], scale: StoredTensor, config: Mapping[str, Any]) -> tuple[int, ...] | None:
