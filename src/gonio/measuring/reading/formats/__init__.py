@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.entry import EIGHT_BITS, StoredTensor, dtype_named
+from gonio.measuring.reading.overrides import Overrides
 from gonio.messages import Message, say
 
 
@@ -72,18 +73,19 @@ class Format:
 _UNDERSTOOD = {
     *("quant_method", "bits", "checkpoint_format", "weight_block_size", "group_size", "desc_act", "sym", "zero_point"),
     *("format", "config_groups", "quantization_status", "version", "fmt", "scale_fmt", "dequantize", "pack_dtype"),
-    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format"),
+    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format", "method"),
 }
 # The values of those that decide how numbers are packed; any other value is refused.
 _VALUES: dict[str, tuple[Any, ...]] = {
-    "checkpoint_format": ("gptq", "gptq_v2"),
+    "checkpoint_format": ("gptq", "gptq_v2", "gemm"),
     "format": (
-        *("gptq", "gptq_v2", "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+        *("gptq", "gptq_v2", "gemm", "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
         *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "mixed-precision"),
     ),
     "pack_dtype": ("int32",),
     "quant_algo": ("FP8", "NVFP4"),
     "is_marlin_format": (False,),
+    "method": ("gptq", "awq"),  # as GPTQModel names `quant_method` too
 }
 _HARMLESS = {
     *("activation_scheme", "modules_to_not_convert", "ignored_layers", "ignore", "kv_cache_scheme", "meta", "backend"),
@@ -93,7 +95,7 @@ _HARMLESS = {
     *("modules_in_block_to_quantize", "modules_to_fuse", "do_fuse", "quantizer", "global_compression_ratio"),
     *("model_file_base_name", "model_name_or_path", "quant_type", "disable_exllama", "producer", "exclude_modules"),
     *("kv_cache_quant_algo", "include_input_output_embeddings", "untie_embedding_weights", "quant_type_kwargs"),
-    *("quant_config", "skip_modules", "weights", "activations"),
+    *("quant_config", "skip_modules", "weights", "activations", "mse", "pack_impl"),
 }
 _METHODS = (
     *("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt"),
@@ -125,11 +127,13 @@ def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mappi
         suspects: the keys that may be a weight's first part, see :data:`ENDINGS`.
         config: the `quantization_config` of the model's `config.json`, or an empty mapping.
     """
-    refusal, made, tensors = refusal_of(config), list[StoredWeight](), FileTensors(stored)
+    overrides, made, tensors = Overrides(config), list[StoredWeight](), FileTensors(stored)
     for name, known in product(suspects, FORMATS):
         if not (name.endswith(known.endings) or stored[name].dtype.startswith(known.dtypes)):
             continue
-        if (found := known.read(name, tensors, config)) is not None:
+        settings, refusal = overrides.of(name.rpartition(".")[0]) if known.quantised else (config, "")
+        if (found := known.read(name, tensors, settings)) is not None:
+            refusal = refusal or refusal_of(settings)
             refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
             made.append(refused if refusal and known.quantised else found)
     for name in _bare(suspects, stored, made):
