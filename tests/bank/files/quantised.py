@@ -336,6 +336,15 @@ CASES: dict[str, Case] = {
     "packed integers in a format that is not known": Case(
         CT, packed(lambda: pack.packed_integers(4, 4), format="marlin-24", refused="the format marlin-24")
     ),
+    "values and a bit for each entry": Case(CT, packed(lambda: pack.with_bits("sparse-bitmask"))),
+    "two values of four": Case(CT, packed(lambda: pack.with_bits("sparse-24-bitmask"))),
+    "two codes of four": Case(CT, packed(lambda: pack.with_bits("sparse-24-bitmask", torch.int8))),
+    "two 8-bit floats of four": Case(
+        CT, packed(lambda: pack.with_bits("sparse-24-bitmask", torch.float8_e4m3fn)), float8=True
+    ),
+    "values and bits in another format": Case(
+        CT, packed(lambda: pack.with_bits("sparse-bitmask"), sparsity_config={"format": "new"}, refused="config new")
+    ),
     "NVFP4": Case(CT, packed(lambda: pack.packed_floats("nvfp4")), float8=True),
     "MXFP4, packed": Case(CT, packed(lambda: pack.packed_floats("mxfp4"))),
     "NVFP4 of modelopt": Case(OPT, packed(lambda: pack.packed_floats("modelopt")), float8=True),

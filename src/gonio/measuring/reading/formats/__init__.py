@@ -73,7 +73,7 @@ class Format:
 _UNDERSTOOD = {
     *("quant_method", "bits", "checkpoint_format", "weight_block_size", "group_size", "desc_act", "sym", "zero_point"),
     *("format", "config_groups", "quantization_status", "version", "fmt", "scale_fmt", "dequantize", "pack_dtype"),
-    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format", "method"),
+    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format", "method", "sparsity_config"),
 }
 # The values of those that decide how numbers are packed; any other value is refused.
 _VALUES: dict[str, tuple[Any, ...]] = {
@@ -87,6 +87,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "is_marlin_format": (False,),
     "method": ("gptq", "awq"),  # as GPTQModel names `quant_method` too
 }
+_SPARSE = (None, "dense", "sparse-bitmask", "sparse-24-bitmask")  # the formats of a `sparsity_config`
 _HARMLESS = {
     *("activation_scheme", "modules_to_not_convert", "ignored_layers", "ignore", "kv_cache_scheme", "meta", "backend"),
     *("static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "lm_head", "dataset", "tokenizer"),
@@ -113,6 +114,10 @@ def refusal_of(config: Mapping[str, Any]) -> str:
     if wrong or str(version or "gemm").lower() != "gemm":
         key = wrong[0] if wrong else "version"
         return f"the quantisation has the {key} {str(config[key])[:40]}, which is not read"
+    sparse = config.get("sparsity_config") or {}
+    kind = sparse.get("format") if isinstance(sparse, dict) else sparse
+    if kind not in _SPARSE:
+        return f"the quantisation has the sparsity_config {str(kind)[:40]}, which is not read"
     known = _UNDERSTOOD | _HARMLESS
     prefixes = ("llm_int8_", "bnb_4bit_", "load_in_", "_load_in_")
     unknown = [str(key)[:40] for key, value in config.items()
@@ -137,7 +142,7 @@ def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mappi
             refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
             made.append(refused if refusal and known.quantised else found)
     for name in _bare(suspects, stored, made):
-        floats = computed(_plain_floats, stored[name], shape=stored[name].shape)
+        floats = computed(plain_floats, stored[name], shape=stored[name].shape)
         made.append(StoredWeight(name, (name,), floats, EIGHT_BITS, kind=BARE))
     return sorted(made, key=lambda weight: weight.stored is not None)
 
@@ -177,7 +182,8 @@ def lost_scale(dtype: str, largest: float) -> Message | None:
     return say("{dtype} up to {largest:g}, without the scale that other weights of the file have", **what)
 
 
-def _plain_floats(weight: StoredTensor) -> Tensor:
+def plain_floats(weight: StoredTensor) -> Tensor:
+    """8-bit floats without a scale. Raises: ValueError, if they reach as far as those that have one."""
     values = weight.load().float()
     if values.numel() and (lost := lost_scale(weight.dtype, float(values.abs().max()))):
         raise ValueError(lost)
