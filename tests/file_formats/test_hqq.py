@@ -64,7 +64,12 @@ def quantised(
 
 
 def saved(folder: Path, layer: Layer) -> Path:
-    content = {"m.0": layer, "m.1": {"weight": torch.ones(7), "bias": torch.zeros(7)}, "m.2": {"weight": torch.eye(5)}}
+    content = {
+        "token": torch.ones(1, 1, 5),
+        "m.0": layer,
+        "m.1": {"weight": torch.ones(7), "bias": torch.zeros(7)},
+        "m.2": {"weight": torch.eye(5)},
+    }
     torch.save(content, folder / "qmodel.pt")
     return folder / "qmodel.pt"
 

@@ -28,22 +28,22 @@ def open_layers(content: Any, read: Callable[[tuple[Any, ...]], Tensor] | None =
     Args:
         read: returns the tensor at these keys when it is measured; by default tensors are kept in memory.
     """
-    if not isinstance(content, Mapping) or not all(isinstance(layer, Mapping) for layer in content.values()):
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         return None
-    if not all(isinstance(name, str) for name in content) or not any(_is_packed(layer) for layer in content.values()):
+    layers = [layer for layer in content.values() if isinstance(layer, Mapping)]
+    plain = sum(isinstance(one, Tensor) for one in content.values())  # that belong to no layer
+    if len(layers) + plain < len(content) or not any(_is_packed(layer) for layer in layers):
         return None
     stored: dict[str, StoredTensor] = {}
     others = []
-    for name, layer in content.items():
-        for key, at, value in _parts(layer, name, (name,), _DEPTH):
-            fact = value if isinstance(value, Tensor) else _as_tensor(value)
-            if isinstance(value, Tensor):
-                stored[key] = StoredTensor.of(value, read and partial(read, at))
-            elif fact is not None:
-                stored[key] = StoredTensor.of(fact)
-            elif value is not None:
-                kind = type(value).__name__
-                others.append(TensorEntry(key, kind, None, None, f"not a tensor but {kind}"))
+    for key, at, value in _parts(content, "", (), _DEPTH + 1):
+        if isinstance(value, Tensor):
+            stored[key] = StoredTensor.of(value, read and partial(read, at))
+        elif (fact := _as_tensor(value)) is not None:
+            stored[key] = StoredTensor.of(fact)
+        elif value is not None:
+            kind = type(value).__name__
+            others.append(TensorEntry(key, kind, None, None, f"not a tensor but {kind}"))
     return Opened(stored, tuple(others))
 
 

@@ -55,10 +55,12 @@ class Overrides:
     def _pattern(self, text: str) -> Pattern:
         if text not in self._patterns:
             try:
-                self._patterns[text] = Pattern(text)
+                self._patterns[text] = made = Pattern(text)
             except ValueError as error:
                 self._patterns[text] = str(error)
-        made = self._patterns[text]
-        if isinstance(made, str):
-            raise ValueError(made)
-        return made
+            else:
+                self._budget.spend(made.steps)
+        found = self._patterns[text]
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 _LONGEST, _PLACES, _PARTS, _DEPTH = 1000, 500, 5000, 40  # characters, places, parts, groups in one another
 _KEPT = 20_000  # moves of an automaton that are remembered
+_NEW, _READ = 200, 200  # steps that a move which is not remembered takes, and a part of an expression
 _START, _END = "start", "end"  # symbols before and after the characters of a text
 _AHEAD = re.compile(r"(\^?)\(\?([=!])")
 _SINGLE = re.compile(r"\\[dDwWsS]|\\[^\w\s]|[^\\()\[\]{}|*+?^$]|\[\^?(?:\\[dDwWsS]|\\[^\w\s]|[^\\\[\]])+\]", re.DOTALL)
@@ -41,12 +42,15 @@ class Budget:
 class Pattern:
     """An expression, matched from the beginning of a text as `re.match` does.
 
+    Attributes:
+        steps: that it took to read it.
+
     Raises:
         ValueError: for an expression that is not valid, or not understood.
 
     Example:
         >>> from gonio.measuring.reading.patterns import Budget, Pattern
-        >>> pattern, budget = Pattern(r".*\\.(?:1[0-5])\\..*gate"), Budget(10_000)
+        >>> pattern, budget = Pattern(r".*\\.(?:1[0-5])\\..*gate"), Budget(100_000)
         >>> pattern.matches("layers.12.gate_proj", budget), pattern.matches("layers.2.gate_proj", budget)
         (True, False)
     """
@@ -54,14 +58,17 @@ class Pattern:
     def __init__(self, text: str) -> None:
         refused = f"the pattern {text[:60]!r} is not understood"
         self._ahead: list[tuple[_Automaton, bool]] = []
+        self.steps = 0
         try:
             rest = text if len(text) <= _LONGEST else "("
             while ahead := _AHEAD.match(rest):
                 reader = _Expression(rest, ahead.end())
                 self._ahead.append((reader.automaton(reader.either(0), ")"), ahead[2] == "="))
+                self.steps += _READ * reader.parts
                 rest = f"{ahead[1]}{rest[reader.at + 1 :]}"
             reader = _Expression(rest, 0)
             self._rest = reader.automaton(reader.sequence(0) if self._ahead else reader.either(0), "")
+            self.steps += _READ * reader.parts
             re.compile(text)
         except (ValueError, re.error, RecursionError, OverflowError) as error:
             raise ValueError(refused) from error
@@ -112,7 +119,7 @@ class _Automaton:
 
     def _moved(self, state: int, symbol: str, budget: Budget) -> tuple[int, bool]:
         """The places that wait for the next symbol after this one, and whether a match ends here."""
-        budget.spend(1 + state.bit_count())
+        budget.spend(_NEW + state.bit_count())
         matched = [place for place in _places(state) if self.tests[place](symbol)]
         moved = 0
         for place in matched:
@@ -131,11 +138,11 @@ class _Expression:
     """Reads an expression from a place in it, part by part.
 
     Attributes:
-        at: the character that is read next.
+        at: the character that is read next. `parts`: that were read, again where they are repeated.
     """
 
     def __init__(self, text: str, at: int) -> None:
-        self.text, self.at, self._parts = text, at, 0
+        self.text, self.at, self.parts = text, at, 0
         self._made = _Automaton()
 
     def automaton(self, whole: _Part, closed: str) -> _Automaton:
@@ -187,8 +194,8 @@ class _Expression:
         return made
 
     def _atom(self, depth: int) -> _Part:
-        self._parts += 1
-        if self._parts > _PARTS or depth > _DEPTH:
+        self.parts += 1
+        if self.parts > _PARTS or depth > _DEPTH:
             raise ValueError("it has too many parts")
         for sign, symbol in (("^", _START), ("$", _END)):
             if self.text.startswith(sign, self.at):
