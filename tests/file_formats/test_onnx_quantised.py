@@ -229,3 +229,163 @@ def test_packed_bits_are_those_of_onnxruntime(bits: int, zeros: str, tmp_path: P
         session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
         (product,) = session.run(None, {"x": np.eye(columns, dtype=np.float32)})
         assert np.abs(product.T - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def stream(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers along the last axis as bytes, bit by bit, the lowest bits first; the last byte is filled up."""
+    single = ((numbers[..., None] >> np.arange(bits)) & 1).reshape(*numbers.shape[:-1], -1).astype(np.uint8)
+    return np.packbits(single, axis=-1, bitorder="little")
+
+
+def read(path: Path, name: str = "w") -> torch.Tensor:
+    values = values_of(base_entries(path)[name], "")
+    assert isinstance(values, torch.Tensor), values
+    return values.double()
+
+
+def packed_product(
+    path: Path, bits: int, *, columns: int = 72, size: int = 16, group: np.ndarray | None = None, facts: Any = None
+) -> tuple[Path, np.ndarray]:
+    rows, blocks = 10, -(-columns // size)
+    codes, zero = RNG.integers(0, 2**bits, (rows, blocks, size)), RNG.integers(0, 2**bits, (rows, blocks))
+    scales = RNG.uniform(0.5, 1, (rows, blocks)).astype(np.float32)
+    tensors = {"w": stream(codes, bits), "w_scales": scales, "w_zeros": stream(zero, bits)}
+    at = np.arange(columns) // size
+    if group is not None:
+        tensors |= {"w_zeros": zero.astype(np.float32), "w_group": group}
+        at = np.resize(group.astype(int), columns)
+    facts = {"K": columns, "N": rows, "bits": bits, "block_size": size} | (facts or {})
+    node = N("MatMulNBits", ["x", *tensors], ["y"], **facts, **RUNTIME)
+    values = codes.reshape(rows, -1)[:, :columns] - zero[:, at % blocks]
+    return saved(path, [node], tensors), values * scales[:, at % blocks].astype(float)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("size", [16, 40])
+def test_codes_of_every_width_are_read(bits: int, size: int, tmp_path: Path) -> None:
+    path, expected = packed_product(tmp_path / "q.onnx", bits, size=size)
+    torch.testing.assert_close(read(path), torch.tensor(expected), rtol=1e-6, atol=0)
+    rows = gonio.measure(path)
+    assert rows["w"].frobenius == pytest.approx(float(np.linalg.norm(expected)), rel=1e-6)
+    assert {row.reason for row in rows.values() if row.name != "w"} == {"a part of the quantised w"}
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_an_order_of_blocks_is_followed(bits: int, tmp_path: Path) -> None:
+    group = RNG.permutation(np.arange(64) // 16).astype(np.int32)
+    path, expected = packed_product(tmp_path / "q.onnx", bits, columns=64, group=group)
+    torch.testing.assert_close(read(path), torch.tensor(expected), rtol=1e-6, atol=0)
+    runtime = pytest.importorskip("onnxruntime")
+    if bits == 4:  # the one width for which the runtime reads an order
+        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        (product,) = session.run(None, {"x": np.eye(64, dtype=np.float32)})
+        assert np.abs(product.T - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_packed_zero_points_beside_an_order_are_not_read(tmp_path: Path) -> None:
+    """The runtime takes the middle code for them, and its description does not say so."""
+    path, _ = packed_product(tmp_path / "q.onnx", 4, columns=64, group=np.zeros(64, np.int32))
+    model = onnx.load(path)
+    packed = numpy_helper.from_array(np.zeros((10, 2), np.uint8), "w_zeros")
+    model.graph.initializer[2].CopyFrom(packed)
+    onnx.save(model, path)
+    assert gonio.measure(path)["w"].status == "skipped"
+
+
+@pytest.mark.parametrize("group", [np.full(64, 4, np.int32), np.full(64, -1, np.int32)])
+def test_an_order_with_blocks_that_are_none_is_named(group: np.ndarray, tmp_path: Path) -> None:
+    path, _ = packed_product(tmp_path / "q.onnx", 4, columns=64, group=group)
+    row = gonio.measure(path)["w"]
+    assert (row.status, "g_idx names one of 4 blocks" in row.reason) == ("skipped", True), row.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "group"),
+    [
+        ({"bits": 1}, None), ({"bits": 9}, None), ({"bits": -4}, None), ({"block_size": 0}, None), ({"N": 11}, None),
+        ({"K": 1 << 60}, None), ({"block_size": 1 << 60}, None), ({"weight_prepacked": 1}, None),
+        ({}, np.zeros(5, np.int32)), ({}, np.zeros(64, np.float32)),
+    ],
+)  # fmt: skip
+def test_packed_codes_that_do_not_fit_are_left_out(
+    facts: dict[str, int], group: np.ndarray | None, tmp_path: Path
+) -> None:
+    path, _ = packed_product(tmp_path / "q.onnx", 4, columns=64, group=group, facts=facts)
+    assert gonio.measure(path)["w"].status in ("skipped", "no filters")
+
+
+def table(path: Path, bits: int, axis: int, *, zeros: bool = True, facts: Any = None) -> tuple[Path, np.ndarray]:
+    """GatherBlockQuantized of a table of 40 rows and 24 columns; the last block is not full."""
+    shape, size = (40, 24), 16
+    codes = RNG.integers(0, 2**bits, shape)
+    blocks = tuple(-(-n // size) if at == axis % 2 else n for at, n in enumerate(shape))
+    scales = RNG.uniform(0.5, 1, blocks).astype(np.float32)
+    zero = RNG.integers(0, 2**bits, blocks) if zeros else np.full(blocks, 2 ** (bits - 1))
+    tensors = {"w": stream(codes, bits), "w_scales": scales, **({"w_zeros": stream(zero, bits)} if zeros else {})}
+    facts = {"bits": bits, "block_size": size, "quantize_axis": axis, "gather_axis": 0} | (facts or {})
+    node = N("GatherBlockQuantized", ["w", "x", *list(tensors)[1:]], ["y"], **facts, **RUNTIME)
+    spread = [part.repeat(size, axis).take(range(shape[axis]), axis) for part in (zero, scales.astype(float))]
+    held = [numpy_helper.from_array(value, name) for name, value in tensors.items()]
+    ends = [helper.make_tensor_value_info("x", onnx.TensorProto.INT64, None)]
+    ends += [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
+    sets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:], held)
+    onnx.save(helper.make_model(graph, opset_imports=sets, ir_version=10), path)
+    return path, (codes - spread[0]) * spread[1]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_table_of_packed_codes_is_read(bits: int, axis: int, zeros: bool, tmp_path: Path) -> None:
+    path, expected = table(tmp_path / "q.onnx", bits, axis, zeros=zeros)
+    torch.testing.assert_close(read(path), torch.tensor(expected), rtol=1e-6, atol=0)
+    row = gonio.measure(path)["w"]
+    assert (row.status, row.shape, row.kind) == ("measured", (40, 24), "linear or embedding")
+    runtime = pytest.importorskip("onnxruntime")
+    if axis:  # the runtime has no blocks along the axis of the rows
+        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        (rows,) = session.run(None, {"x": np.arange(40)})
+        assert np.abs(rows - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("facts", [
+    {"bits": 3}, {"bits": 0}, {"block_size": 0}, {"block_size": -16}, {"block_size": 8}, {"quantize_axis": 2},
+    {"quantize_axis": 0}, {"block_size": 1 << 60}, {"bits": 8},
+])  # fmt: skip
+def test_a_table_whose_parts_do_not_fit_is_left_out(facts: dict[str, int], tmp_path: Path) -> None:
+    path, _ = table(tmp_path / "q.onnx", 4, 1, facts=facts)
+    assert gonio.measure(path)["w"].status == "skipped"
+
+
+@pytest.mark.parametrize("scales", [(6, 20), (1, 1), (6, 1), (1, 20)])
+def test_a_table_of_8_bit_floats(scales: tuple[int, int], tmp_path: Path) -> None:
+    """A size of 0 stands for one block; scales of one row hold for all."""
+    codes = torch.tensor(RNG.normal(size=(6, 20))).to(torch.float8_e4m3fn)
+    size, scale = int(scales[1] == 20), RNG.uniform(0.5, 1, scales).astype(np.float32)
+    raw = codes.view(torch.uint8).numpy().tobytes()
+    node = N("GatherBlockQuantized", ["w", "x", "s"], ["y"], block_size=size, quantize_axis=1, gather_axis=0, **RUNTIME)
+    path = saved(tmp_path / "q.onnx", [node], {"s": scale})
+    model = onnx.load(path)
+    made = helper.make_tensor("w", onnx.TensorProto.FLOAT8E4M3FN, (6, 20), raw, raw=True)
+    model.graph.initializer.append(made)
+    onnx.save(model, path)
+    torch.testing.assert_close(read(path), codes.double() * torch.tensor(scale).double(), rtol=1e-6, atol=0)
+
+
+def test_a_table_and_a_product_of_the_same_codes(tmp_path: Path) -> None:
+    """As the builder of onnxruntime-genai ties the embedding to the last layer: by a Reshape of the codes."""
+    path, expected = packed_product(tmp_path / "q.onnx", 4, columns=64)
+    model = onnx.load(path)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([10, 32]), "flat"))
+    model.graph.node.append(N("Reshape", ["w", "flat"], ["codes"]))
+    inputs = ["codes", "i", "w_scales", "w_zeros"]
+    model.graph.node.append(N("GatherBlockQuantized", inputs, ["z"], block_size=16, bits=4, **RUNTIME))
+    onnx.save(model, path)
+    torch.testing.assert_close(read(path), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_blocks_larger_than_the_axis_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMS, "blocks", (np.int8, (ROWS, 1), {"axis": 1, "block_size": 1 << 40}))
+    written(tmp_path / "q.onnx", "blocks")
+    assert gonio.measure(tmp_path / "q.onnx")["w_quantized"].status == "measured"

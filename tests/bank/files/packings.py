@@ -256,3 +256,32 @@ def packed_floats(kind: str) -> Packed:
     if kind == "modelopt":
         return state, values, {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": None}
     return state, values, {**compressed(num_bits=4, type="float"), "format": f"{kind}-pack-quantized"}
+
+
+def with_bits(kind: str, dtype: torch.dtype | None = None) -> Packed:
+    """`sparse-bitmask` and `sparse-24-bitmask`: the values that are kept, and a bit for each entry, the lowest first.
+
+    Args:
+        dtype: of codes with a scale for each row.
+    """
+    mask = np.argsort(RNG.normal(size=(ROWS, COLUMNS // 4, 4)), -1).reshape(ROWS, COLUMNS) < 2
+    mask &= np.array(kind == "sparse-24-bitmask") | (RNG.uniform(size=mask.shape) < 0.5)
+    held = torch.tensor(RNG.integers(-100, 100, mask.shape) * (0.01 if dtype is None else 1.0)).to(
+        dtype or torch.float32
+    )
+    kept = torch.tensor(mask).nonzero(as_tuple=True)
+    state = {"w.bitmask": torch.tensor(np.packbits(mask, 1, bitorder="little"))}
+    values = torch.stack([held.view(torch.uint8 if dtype else torch.float32)[i, j] for i, j in zip(*kept, strict=True)])
+    state["w.compressed"] = values.view(held.dtype)
+    state["w.shape"] = torch.tensor([ROWS, COLUMNS])
+    about = {**compressed(num_bits=8), "format": "dense", "sparsity_config": {"format": kind, "targets": ["Linear"]}}
+    if kind == "sparse-bitmask":
+        state["w.row_offsets"] = torch.tensor(mask.sum(1).cumsum() - mask.sum(1))
+    else:
+        state = {**state, "w.compressed": state["w.compressed"].reshape(ROWS, -1), "w.shape": state["w.shape"][:, None]}
+    weight = held.double().numpy() * mask
+    if dtype is None:
+        return state, weight, about
+    scale = RNG.uniform(0.5, 1, (ROWS, 1)).astype(np.float32)
+    about["format"] = "int-quantized" if dtype == torch.int8 else "float-quantized"
+    return {**state, "w.weight_scale": torch.tensor(scale)}, weight * scale, about

@@ -283,7 +283,13 @@ CASES: dict[str, Case] = {
         GPTQ, packed(lambda: pack.gptq(4, 1, order=True), is_marlin_format=True, refused="is_marlin_format True")
     ),
     "GPTQ with other settings for some layers": Case(
-        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"a": {"bits": 8}}, refused="not understood: dynamic")
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"+:w": {"bits": 4}, ".*": {"bits": 8}}, bits=8)
+    ),
+    "GPTQ with other settings for some layers, which do not fit": Case(
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"w": {"bits": 8}}, refused="states 8 bits")
+    ),
+    "GPTQ of a layer that is left out": Case(
+        GPTQ, packed(lambda: pack.gptq(4, 1, order=True), dynamic={"-:w": {}}, refused="out of the quantisation")
     ),
     "GPTQ, version 2 that is named version 1": Case(GPTQ, packed(lambda: pack.symmetric_gptq(4, named=1, written=2))),
     "GPTQ, version 1 that is named version 2": Case(GPTQ, packed(lambda: pack.symmetric_gptq(8, named=2, written=1))),
@@ -329,6 +335,15 @@ CASES: dict[str, Case] = {
     ),
     "packed integers in a format that is not known": Case(
         CT, packed(lambda: pack.packed_integers(4, 4), format="marlin-24", refused="the format marlin-24")
+    ),
+    "values and a bit for each entry": Case(CT, packed(lambda: pack.with_bits("sparse-bitmask"))),
+    "two values of four": Case(CT, packed(lambda: pack.with_bits("sparse-24-bitmask"))),
+    "two codes of four": Case(CT, packed(lambda: pack.with_bits("sparse-24-bitmask", torch.int8))),
+    "two 8-bit floats of four": Case(
+        CT, packed(lambda: pack.with_bits("sparse-24-bitmask", torch.float8_e4m3fn)), float8=True
+    ),
+    "values and bits in another format": Case(
+        CT, packed(lambda: pack.with_bits("sparse-bitmask"), sparsity_config={"format": "new"}, refused="config new")
     ),
     "NVFP4": Case(CT, packed(lambda: pack.packed_floats("nvfp4")), float8=True),
     "MXFP4, packed": Case(CT, packed(lambda: pack.packed_floats("mxfp4"))),

@@ -173,6 +173,8 @@ def _of_operator(operator: str, number: int, dims: tuple[int, ...], facts: dict[
             return _matrix(dims)
         case "Gather", 0, 2 if "axis" not in facts or facts["axis"].i == 0:
             return _matrix(dims)
+        case "GatherBlockQuantized", 0, 2 if "gather_axis" not in facts or facts["gather_axis"].i == 0:
+            return _matrix(dims)
         case ("Conv" | "ConvInteger", 1, n) | ("QLinearConv", 3, n) if n > 2:
             return Axes(dims, f"{n - 2}-d convolution", Layout(groups=group))
         case "ConvTranspose", 1, n if n > 2:

@@ -15,8 +15,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor
 
@@ -34,8 +35,11 @@ _INPUTS: dict[tuple[str, int], tuple[int | None, int, int]] = {
     ("MatMulInteger", 1): (None, 3, -1),
     ("ConvInteger", 1): (None, 3, 0),
 }
-OF_RUNTIME = frozenset({"QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"})
-_BITS = (2, 4, 8)  # of MatMulNBits, which divide a byte
+OF_RUNTIME = frozenset(
+    {"QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "GatherBlockQuantized"}
+)
+_BITS = {"MatMulNBits": range(2, 9), "GatherBlockQuantized": (2, 4, 8)}
+_DEFAULTS = {"quantize_axis": 1, "block_size": 128, "bits": 4}  # of GatherBlockQuantized
 
 Uses = Callable[[str, tuple[int, ...]], Iterator[Axes]]
 
@@ -68,7 +72,9 @@ class _Scaled:
 
     Attributes:
         axis: of a vector of scales, or of blocks of `size` (0 without blocks).
-        bits: of codes packed in bytes, `columns` to a row; 0 for codes that are whole numbers.
+        bits: of codes packed in bytes along the last dimension of `shape`; 0 for codes that are whole numbers.
+        blocks: the shape of the scales of packed codes.
+        group: of packed codes, the block of each place on the axis, where they are not in order.
     """
 
     scale: StoredTensor
@@ -76,7 +82,9 @@ class _Scaled:
     axis: int = 0
     size: int = 0
     bits: int = 0
-    columns: int = 0
+    shape: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    group: StoredTensor | None = None
 
 
 def dequantise(graph: OperatorGraph, uses: Uses) -> None:
@@ -87,14 +95,14 @@ def dequantise(graph: OperatorGraph, uses: Uses) -> None:
     """
     used: dict[int, str] = {}
     for name, codes in list(graph.stored.items()):
-        users = graph.users.get(name, [])
+        users = [user for user in graph.users.get(name, []) if not _is_reshaped_table(graph, *user)]
         made = [_scaled_by(graph, codes, *user) for user in users]
         if not made or made[0] is None or any(one != made[0] for one in made):
             continue
         how = made[0]
-        shape = (codes.shape[0], how.columns) if how.bits else codes.shape
+        shape = how.shape or codes.shape
         axes = codes.axes or Axes()
-        if how.bits:
+        if users[0][0].op_type == "MatMulNBits":
             axes = Axes((0, 1), TABLE, Layout())
         elif len(shape) > 1 and all(_is_dequantizer(node) for node, *_ in users):
             dims = tuple(range(len(shape)))
@@ -103,7 +111,7 @@ def dequantise(graph: OperatorGraph, uses: Uses) -> None:
         said = f"{how.bits} bits" if how.bits else codes.dtype
         axes = replace(axes, notes=(*axes.notes, f"dequantised from {said} and its scale"))
         load = partial(_values, codes, how)
-        used |= {id(how.scale): name, **({} if how.zero is None else {id(how.zero): name})}
+        used |= {id(part): name for part in (how.scale, how.zero, how.group) if part is not None}
         graph.stored[name] = replace(codes, shape=shape, load=load, values="float32", axes=axes)
     for key, part in list(graph.stored.items()):
         if id(part) in used:
@@ -123,8 +131,10 @@ def _scaled_by(graph: OperatorGraph, codes: StoredTensor, node: Any, number: int
         return _fitting(codes, graph, node, prefix, (1, 2, facts.get("axis", 1)), facts.get("block_size", 0))
     if node.domain not in ((_RUNTIME,) if node.op_type in OF_RUNTIME else STANDARD):
         return None
-    if node.op_type == "MatMulNBits" and number == 1:
+    if (node.op_type, number) == ("MatMulNBits", 1):
         return _packed(graph, codes, node, prefix, facts)
+    if (node.op_type, number) == ("GatherBlockQuantized", 0):
+        return _table(graph, codes, node, prefix, facts)
     if (node.op_type, number) not in _INPUTS:
         return None
     at, zero, axis = _INPUTS[node.op_type, number]
@@ -186,25 +196,67 @@ def _scale_after(graph: OperatorGraph, node: Any, prefix: str) -> StoredTensor |
     return None
 
 
+def _is_reshaped_table(graph: OperatorGraph, node: Any, number: int, prefix: str) -> bool:
+    """Whether an operator gives codes of another operator to GatherBlockQuantized, in another shape."""
+    if node.op_type != "Reshape" or node.domain not in STANDARD or number or not node.output:
+        return False
+    users = graph.users.get(f"{prefix}{node.output[0]}", [])
+    return bool(users) and all((one.domain, one.op_type) == (_RUNTIME, "GatherBlockQuantized") for one, *_ in users)
+
+
 def _packed(
     graph: OperatorGraph, codes: StoredTensor, node: Any, prefix: str, facts: Mapping[str, int]
 ) -> _Scaled | None:
     """MatMulNBits: codes (outputs, blocks, bytes of a block), the lowest bits first."""
     columns, rows, size, bits = (facts.get(name, 0) for name in ("K", "N", "block_size", "bits"))
     bits = bits or 4
-    scale, zero = graph.held(node, 2, prefix), graph.held(node, 3, prefix)
+    scale, zero, group = (graph.held(node, number, prefix) for number in (2, 3, 4))
     named = [number for number in (3, 4) if len(node.input) > number and node.input[number]]
-    if scale is None or bits not in _BITS or min(rows, columns, size) < 1 or size * bits % 8:
+    if scale is None or bits not in _BITS[node.op_type] or min(rows, columns, size) < 1 or size * bits % 8:
         return None
     blocks = -(-columns // size)
     if codes.dtype != "uint8" or codes.entries != rows * blocks * size * bits // 8 or codes.shape[0] != rows:
         return None
-    if scale.entries != rows * blocks or 4 in named or (3 in named and zero is None):
+    if scale.entries != rows * blocks or (3 in named and zero is None) or facts.get("weight_prepacked"):
         return None
-    each = -(-blocks * bits // 8) if zero is not None and zero.dtype == "uint8" else blocks
-    if zero is not None and zero.entries != rows * each:
+    if 4 in named and (group is None or group.shape != (columns,) or group.dtype != "int32"):
         return None
-    return _Scaled(scale, zero, 1, size, bits, columns)
+    if group is not None and zero is not None and zero.dtype == "uint8":
+        return None  # onnxruntime 1.31 ignores such zero points on a CPU, and its description does not
+    how = _Scaled(scale, zero, 1, size, bits, (rows, columns), (rows, blocks), group)
+    return how if _fits_zeros(how) else None
+
+
+def _table(
+    graph: OperatorGraph, codes: StoredTensor, node: Any, prefix: str, facts: Mapping[str, int]
+) -> _Scaled | None:
+    """GatherBlockQuantized: codes packed along the last dimension, or 8-bit floats, and scales of blocks."""
+    axis, size, bits, dims = (*(facts.get(name, at) for name, at in _DEFAULTS.items()), len(codes.shape))
+    scale, zero = graph.held(node, 2, prefix), graph.held(node, 3, prefix)
+    floats = codes.dtype.startswith("float8")
+    if scale is None or not -dims <= axis < dims or size < (not floats) or len(scale.shape) != dims:
+        return None
+    if (len(node.input) > 3 and node.input[3] and zero is None) or (floats and zero is not None):
+        return None
+    if not floats and (codes.dtype != "uint8" or bits not in _BITS[node.op_type]):
+        return None
+    shape = codes.shape if floats else (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
+    axis, size = axis % dims, size or max(shape[axis], 1)
+    blocks = tuple(-(-entries // size) if at == axis else entries for at, entries in enumerate(shape))
+    same = [one == n or (floats and n == 1) for one, n in zip(blocks, scale.shape, strict=True)]
+    if not all(same) or scale.shape[axis] != blocks[axis]:
+        return None
+    how = _Scaled(scale, zero, axis, size, 0 if floats else bits, shape, scale.shape)
+    return how if floats or _fits_zeros(how) else None
+
+
+def _fits_zeros(how: _Scaled) -> bool:
+    """Whether there are zero points for all blocks, packed as the codes are or one by one."""
+    if how.zero is None:
+        return True
+    *rows, columns = how.blocks
+    packed = how.zero.dtype == "uint8"
+    return how.zero.entries == prod(rows) * (-(-columns * how.bits // 8) if packed else columns)
 
 
 def _values(codes: StoredTensor, how: _Scaled) -> Tensor:
@@ -221,7 +273,8 @@ def _values(codes: StoredTensor, how: _Scaled) -> Tensor:
         if part.entries == 1 and not how.size:
             return held.reshape(())
         if how.size:
-            return held.repeat_interleave(how.size, how.axis).narrow(how.axis, 0, codes.shape[how.axis])
+            entries = codes.shape[how.axis]
+            return held.repeat_interleave(min(how.size, entries), how.axis).narrow(how.axis, 0, entries)
         return held.reshape(-1, *[1] * (len(codes.shape) - how.axis - 1))
 
     shifted = numbers if how.zero is None else numbers - spread(how.zero)
@@ -234,19 +287,38 @@ def _numbers(part: StoredTensor) -> Tensor:
 
 
 def _packed_values(codes: StoredTensor, how: _Scaled) -> Tensor:
-    """As above of blocks of packed codes; without zero points it is the middle code. Zero points are packed alike."""
-    rows, bits = codes.shape[0], how.bits
-    blocks = how.scale.entries // rows
+    """As above of packed codes; without zero points it is the middle code. Zero points are packed alike."""
 
-    def unpacked(part: StoredTensor) -> Tensor:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        return ((part.load().reshape(rows, -1, 1) >> shifts) & (2**bits - 1)).flatten(1).float()
+    def unpacked(part: StoredTensor, shape: tuple[int, ...]) -> Tensor:
+        held = part.load().reshape(prod(shape[:-1]), -1)
+        return _codes(held, how.bits)[:, : shape[-1]].reshape(shape).float()
 
+    scale = how.scale.load().float().reshape(how.blocks)
     if how.zero is None:
-        zero = torch.tensor(2.0 ** (bits - 1))
+        zero = torch.full_like(scale, 2.0 ** (how.bits - 1))
     elif how.zero.dtype == "uint8":
-        zero = unpacked(how.zero)[:, :blocks].unsqueeze(-1)
+        zero = unpacked(how.zero, how.blocks)
     else:
-        zero = how.zero.load().float().reshape(rows, blocks, 1)
-    values = unpacked(codes).reshape(rows, blocks, prod(codes.shape[1:]) * (8 // bits) // blocks)
-    return ((values - zero) * how.scale.load().float().reshape(rows, blocks, 1)).flatten(1)[:, : how.columns]
+        zero = how.zero.load().float().reshape(how.blocks)
+    numbers = unpacked(codes, how.shape)
+    if how.group is not None:
+        group = how.group.load().long()
+        if int(group.min()) < 0 or int(group.max()) >= how.blocks[1]:
+            found = f"{int(group.min())} to {int(group.max())}"
+            raise InvalidArgumentError(f"g_idx names one of {how.blocks[1]} blocks", found, "The tensors do not fit.")
+        return numbers.sub_(zero[:, group]).mul_(scale[:, group])
+    for number in range(how.blocks[how.axis]):  # as many numbers again would be needed to repeat each scale
+        begin = number * how.size
+        block = numbers.narrow(how.axis, begin, min(how.size, how.shape[how.axis] - begin))
+        block.sub_(zero.narrow(how.axis, number, 1)).mul_(scale.narrow(how.axis, number, 1))
+    return numbers
+
+
+def _codes(packed: Tensor, bits: int) -> Tensor:
+    """The codes in each row of bytes, one after the other, the lowest bits first; a code may lie in two bytes."""
+    places = range(0, 8, bits) if 8 % bits == 0 else range(0, 8 * bits, bits)
+    words = packed
+    if 8 % bits:  # eight codes in so many bytes as a code has bits
+        filled = nn.functional.pad(packed, (0, -packed.shape[1] % bits)).unflatten(1, (-1, bits)).long()
+        words = (filled << (8 * torch.arange(bits))).sum(-1)
+    return torch.stack([(words >> place & (2**bits - 1)).to(torch.uint8) for place in places], -1).flatten(1)

@@ -53,6 +53,7 @@ from gonio.measuring.reading.entry import (
 )
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, StoredWeight, stored_weights
+from gonio.measuring.reading.hqq_files import open_layers
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.opened import Opened, Problem, without_values
@@ -307,6 +308,8 @@ def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened,
 def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Configurations]:
     """As :func:`_opened`; of a source whose weights are not known, why, and the states of optimizers."""
     if isinstance(source, Mapping):
+        if (layers := open_layers(source)) is not None:
+            return layers, Configurations()
         raw = optimizers_in(source, in_memory)
         try:
             held = state_in(source, what="the mapping")

@@ -17,6 +17,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
+from gonio.measuring.reading.hqq_files import open_layers
 from gonio.measuring.reading.opened import TORCH, Opened, intact, misnamed
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import (
@@ -74,6 +75,8 @@ class _Mapped:
 def open_torch(path: Path, key: str = "") -> Opened:
     """The tensors of a torch checkpoint, read when they are measured, and the states of optimizers in it."""
     mapped = _Mapped(path)
+    if not key and (layers := open_layers(mapped.content, mapped.read)) is not None:
+        return layers
     classes = sorted({one.name for _, one in leaves(mapped.content, _DEPTH) if isinstance(one, Record)})  # not read
     try:
         found = state_in(mapped.content, what=repr(path.name), key=key)

@@ -16,7 +16,7 @@ from importlib import import_module
 from itertools import product
 from math import isfinite
 from pkgutil import iter_modules
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import LOW_RANK, StoredTensor, TensorEntry
 from gonio.measuring.reading.opened import Problem
+from gonio.measuring.reading.patterns import Budget, Pattern
 from gonio.messages import Message, say
 
 _KEY = re.compile(
@@ -141,8 +142,7 @@ _HARMLESS = {
 }
 _IN_HEADER = "lora_adapter_metadata"  # diffusers' key of the configuration in a header, which is JSON
 _LARGEST_HEADER = 1 << 20  # characters of it
-_PATTERNS, _PATH = 300, 200  # characters of a pattern, and of a path that is held against it
-_QUANTIFIERS: Final = 3  # without an upper end in a pattern: with more, a match could take for ever
+_STEPS = 10**8  # of all matches of a configuration's patterns
 
 
 class AdapterConfig(dict[str, Any]):
@@ -155,7 +155,8 @@ class AdapterConfig(dict[str, Any]):
     def __init__(self, given: Mapping[str, Any], parts: Mapping[str, AdapterConfig] | None = None) -> None:
         super().__init__(given)
         self._parts = parts or {}
-        self._patterns: dict[str, list[tuple[re.Pattern[str], float]]] = {}
+        self._patterns: dict[str, list[tuple[Pattern, float]]] = {}
+        self._budget = Budget(_STEPS)
         kind = given.get("peft_type", "LORA")
         known = _UNDERSTOOD | _HARMLESS
         unknown = [str(key)[:40] for key, value in given.items() if key not in known and value]
@@ -187,12 +188,11 @@ class AdapterConfig(dict[str, Any]):
         """The number of the first pattern that matches a layer's path, else None.
 
         Raises:
-            ValueError: for a pattern that is not understood, or could take for ever.
+            ValueError: for a pattern that is not understood, or if they take too many steps.
         """
         if key not in self._patterns:
             self._patterns[key] = list(_compiled(key, self.get(key) or {}))
-        found = (value for pattern, value in self._patterns[key] if pattern.fullmatch(path))
-        return next(found, None) if len(path) <= _PATH else None
+        return next((value for pattern, value in self._patterns[key] if pattern.matches(path, self._budget)), None)
 
 
 def stated_in_header(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -218,12 +218,16 @@ def stated_in_header(metadata: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _compiled(key: str, given: Any) -> Iterator[tuple[re.Pattern[str], float]]:
+def _compiled(key: str, given: Any) -> Iterator[tuple[Pattern, float]]:
     for text, value in given.items() if isinstance(given, Mapping) else [(given, None)]:
         number = _finite(value)
-        if number is None or not _is_simple(text):
+        try:
+            pattern = Pattern(rf"(?:.*\.)?(?:{text})$") if isinstance(text, str) and number is not None else None
+        except ValueError:
+            pattern = None
+        if pattern is None or number is None:
             raise ValueError(f"{key} of the adapter's configuration is not understood: {str(text)[:60]!r}")
-        yield re.compile(rf"(?:.*\.)?(?:{text})"), number
+        yield pattern, number
 
 
 def _finite(value: Any) -> float | None:
@@ -232,19 +236,6 @@ def _finite(value: Any) -> float | None:
     except OverflowError:
         return None
     return found if found is not None and isfinite(found) else None
-
-
-def _is_simple(pattern: Any) -> bool:
-    """Whether a pattern is short, valid, and repeats no group, so that it is matched at once."""
-    if not isinstance(pattern, str) or len(pattern) > _PATTERNS or re.search(r"\)[*+{]|\(\?", pattern):
-        return False
-    if len(re.findall(r"(?<!\\)[*+{]", pattern)) > _QUANTIFIERS:
-        return False
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
 
 
 # --- places in the base ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gonio.measuring.reading.entry import EIGHT_BITS, StoredTensor, dtype_named
+from gonio.measuring.reading.overrides import Overrides
 from gonio.messages import Message, say
 
 
@@ -83,19 +84,21 @@ class Format:
 _UNDERSTOOD = {
     *("quant_method", "bits", "checkpoint_format", "weight_block_size", "group_size", "desc_act", "sym", "zero_point"),
     *("format", "config_groups", "quantization_status", "version", "fmt", "scale_fmt", "dequantize", "pack_dtype"),
-    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format"),
+    *("w_bit", "q_group_size", "quant_algo", "is_marlin_format", "method", "sparsity_config"),
 }
 # The values of those that decide how numbers are packed; any other value is refused.
 _VALUES: dict[str, tuple[Any, ...]] = {
-    "checkpoint_format": ("gptq", "gptq_v2"),
+    "checkpoint_format": ("gptq", "gptq_v2", "gemm"),
     "format": (
-        *("gptq", "gptq_v2", "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
+        *("gptq", "gptq_v2", "gemm", "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
         *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", "mixed-precision"),
     ),
     "pack_dtype": ("int32",),
     "quant_algo": ("FP8", "NVFP4"),
     "is_marlin_format": (False,),
+    "method": ("gptq", "awq"),  # as GPTQModel names `quant_method` too
 }
+_SPARSE = (None, "dense", "sparse-bitmask", "sparse-24-bitmask")  # the formats of a `sparsity_config`
 _HARMLESS = {
     *("activation_scheme", "modules_to_not_convert", "ignored_layers", "ignore", "kv_cache_scheme", "meta", "backend"),
     *("static_groups", "true_sequential", "damp_percent", "damp_auto_increment", "lm_head", "dataset", "tokenizer"),
@@ -104,7 +107,7 @@ _HARMLESS = {
     *("modules_in_block_to_quantize", "modules_to_fuse", "do_fuse", "quantizer", "global_compression_ratio"),
     *("model_file_base_name", "model_name_or_path", "quant_type", "disable_exllama", "producer", "exclude_modules"),
     *("kv_cache_quant_algo", "include_input_output_embeddings", "untie_embedding_weights", "quant_type_kwargs"),
-    *("quant_config", "skip_modules", "weights", "activations"),
+    *("quant_config", "skip_modules", "weights", "activations", "mse", "pack_impl"),
 }
 _METHODS = (
     *("", "bitsandbytes", "fp8", "fbgemm_fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "quanto", "modelopt"),
@@ -122,6 +125,10 @@ def refusal_of(config: Mapping[str, Any]) -> str:
     if wrong or str(version or "gemm").lower() != "gemm":
         key = wrong[0] if wrong else "version"
         return f"the quantisation has the {key} {str(config[key])[:40]}, which is not read"
+    sparse = config.get("sparsity_config") or {}
+    kind = sparse.get("format") if isinstance(sparse, dict) else sparse
+    if kind not in _SPARSE:
+        return f"the quantisation has the sparsity_config {str(kind)[:40]}, which is not read"
     known = _UNDERSTOOD | _HARMLESS
     prefixes = ("llm_int8_", "bnb_4bit_", "load_in_", "_load_in_")
     unknown = [str(key)[:40] for key, value in config.items()
@@ -136,15 +143,17 @@ def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mappi
         suspects: the keys that may be a weight's first part, see :data:`ENDINGS`.
         config: the `quantization_config` of the model's `config.json`, or an empty mapping.
     """
-    refusal, made, tensors = refusal_of(config), list[StoredWeight](), FileTensors(stored)
+    overrides, made, tensors = Overrides(config), list[StoredWeight](), FileTensors(stored)
     for name, known in product(suspects, FORMATS):
         if not (name.endswith(known.endings) or stored[name].dtype.startswith(known.dtypes)):
             continue
-        if (found := known.read(name, tensors, config)) is not None:
+        settings, refusal = overrides.of(name.rpartition(".")[0]) if known.quantised else (config, "")
+        if (found := known.read(name, tensors, settings)) is not None:
+            refusal = refusal or refusal_of(settings)
             refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
             made.append(refused if refusal and known.quantised else found)
     for name in _bare(suspects, stored, made):
-        floats = computed(_plain_floats, stored[name], shape=stored[name].shape)
+        floats = computed(plain_floats, stored[name], shape=stored[name].shape)
         made.append(StoredWeight(name, (name,), floats, EIGHT_BITS, kind=BARE))
     return sorted(made, key=lambda weight: weight.stored is not None)
 
@@ -184,7 +193,8 @@ def lost_scale(dtype: str, largest: float) -> Message | None:
     return say("{dtype} up to {largest:g}, without the scale that other weights of the file have", **what)
 
 
-def _plain_floats(weight: StoredTensor) -> Tensor:
+def plain_floats(weight: StoredTensor) -> Tensor:
+    """8-bit floats without a scale. Raises: ValueError, if they reach as far as those that have one."""
     values = weight.load().float()
     if values.numel() and (lost := lost_scale(weight.dtype, float(values.abs().max()))):
         raise ValueError(lost)

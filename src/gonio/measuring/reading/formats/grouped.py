@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gonio.errors import InvalidArgumentError
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed, present
 
@@ -20,15 +21,15 @@ def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> Stor
     parts = present(stored, name, f"{path}qzeros", f"{path}scales")
     if path == name or parts is None or any(len(part.shape) != 2 for part in parts.values()):
         return None
-    codes, scales = stored[name].shape, stored[f"{path}scales"].shape
+    codes, scales, zeros = (stored[f"{path}{last}"].shape for last in ("qweight", "scales", "qzeros"))
+    groups, told = stored.get(f"{path}g_idx"), about.get("bits")
     read: Callable[..., Tensor]
     if codes[1] == scales[1]:
-        groups = stored.get(f"{path}g_idx")
-        bits = about.get("bits") if groups is None else _bits(32 * codes[0], groups.entries)
+        bits = told if groups is None else _bits(32 * codes[0], groups.entries)
         bits = bits if isinstance(bits, int) and bits in _BITS else 0
         inputs, read = (32 * codes[0] // bits if bits else 0), _gptq_values
-        told = "checkpoint_format" in about or about.get("sym") is True
-        said = "GPTQ" if told else "GPTQ, its zero points stored less one"
+        known = "checkpoint_format" in about or "format" in about or about.get("sym") is True
+        said = "GPTQ" if known else "GPTQ, its zero points stored less one"
         parts |= {} if groups is None else {f"{path}g_idx": groups}
         if groups is None and about.get("desc_act"):
             return StoredWeight(f"{path}weight", tuple(parts), None, "the order of its groups (g_idx) is not stored")
@@ -36,9 +37,29 @@ def _grouped(name: str, stored: StoredTensors, about: Mapping[str, Any]) -> Stor
         bits, inputs, read, said = _bits(32 * codes[1], scales[1]), codes[0], _awq_values, "AWQ"
     if bits not in _BITS or not scales[0] or (bits != 4 and read is _awq_values):
         return None
+    if why := _contradiction(about, bits, inputs, scales[0], zeros == (scales[0], -(-scales[1] * bits // 32))):
+        return StoredWeight(f"{path}weight", tuple(parts), None, f"packed in {bits} bits ({said}), and {why}")
     named = {key.removeprefix(path): part for key, part in parts.items()}
     made = computed(read, named, bits, about, shape=(scales[1], inputs))
     return StoredWeight(f"{path}weight", tuple(parts), made, f"dequantised from {bits} bits ({said})")
+
+
+def _contradiction(about: Mapping[str, Any], bits: int, inputs: int, groups: int, zeros: bool) -> str:
+    """Where the configuration and the shapes contradict each other; empty if nowhere.
+
+    Args:
+        zeros: whether the shape of the zero points is that of the scales.
+    """
+    told, size = about.get("bits", about.get("w_bit")), about.get("group_size", about.get("q_group_size"))
+    if told is not None and told != bits:
+        return f"its configuration states {repr(told)[:20]} bits"
+    if not zeros:
+        return "its zero points do not fit its scales"
+    if size is None or size == -1:
+        return "" if size is None or groups == 1 else "its configuration states one group"
+    if type(size) is not int or size < 1 or -(-inputs // size) != groups:
+        return f"its {groups} groups are not of the {str(size)[:20]} inputs that its configuration states"
+    return ""
 
 
 def _bits(stored: int, numbers: int) -> int | None:
@@ -57,13 +78,17 @@ def _gptq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> T
     """
     codes = unpacked(parts["qweight"].load().mT, bits)  # (outputs, inputs)
     zeros = unpacked(parts["qzeros"].load(), bits).mT.float()  # (outputs, groups)
-    middle, less_one = 2 ** (bits - 1), about.get("checkpoint_format") != "gptq_v2"
+    middle, less_one = 2 ** (bits - 1), (about.get("checkpoint_format") or about.get("format")) != "gptq_v2"
     if about.get("sym") is True and (zeros[0, 0] in (middle - 1, middle)) and (zeros == zeros[0, 0]).all():
         less_one = bool(zeros[0, 0] == middle - 1)
     if less_one:
         zeros = (zeros + 1) % 2**bits  # a zero point of 0 is stored as the largest code
     scales = parts["scales"].load().mT.float()
-    group = parts["g_idx"].load().long() if "g_idx" in parts else _in_turn(codes.shape[1], scales.shape[1])
+    group = _in_turn(codes.shape[1], scales.shape[1], about) if "g_idx" not in parts else parts["g_idx"].load().long()
+    ends = (int(group.min()), int(group.max())) if len(group) else (0, 0)
+    if not 0 <= ends[0] <= ends[1] < scales.shape[1]:
+        found = f"{ends[0]} to {ends[1]}"
+        raise InvalidArgumentError(f"g_idx names one of {scales.shape[1]} groups", found, "The tensors do not fit.")
     return (codes - zeros[:, group]).mul_(scales[:, group])
 
 
@@ -80,13 +105,14 @@ def _awq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> Te
     packed = (unpacked(parts[name].load(), bits).unflatten(-1, (-1, 8)) for name in ("qweight", "qzeros"))
     codes, zeros = (numbers[..., list(_AWQ_ORDER)].flatten(-2).float() for numbers in packed)
     scales = parts["scales"].load().float()
-    group = _in_turn(codes.shape[0], scales.shape[0])
+    group = _in_turn(codes.shape[0], scales.shape[0], about)
     return (codes - zeros[group]).mul_(scales[group]).mT
 
 
-def _in_turn(inputs: int, groups: int) -> Tensor:
-    """The group of each input, where all groups have one size."""
-    return torch.arange(inputs) // -(-inputs // groups)
+def _in_turn(inputs: int, groups: int, about: Mapping[str, Any]) -> Tensor:
+    """The group of each input, in order; the last group may have fewer inputs than the stated size."""
+    size = about.get("group_size", about.get("q_group_size"))
+    return torch.arange(inputs) // (size if type(size) is int and size > 0 else -(-inputs // groups))
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:

@@ -30,7 +30,8 @@ _INNER, _CODES = "._data", "_qdata"
 ACTIVATIONS = ("input_scale", "scale_input", "input_scale_ub", "output_scale", "scale_output", "act_scale")
 
 
-def _scaled(name: str, stored: FileTensors, config: Mapping[str, Any]) -> StoredWeight | None:
+def scaled(name: str, stored: FileTensors, config: Mapping[str, Any]) -> StoredWeight | None:
+    """A weight of codes of 8 bits, or why it is not read; None where nothing may scale it."""
     path, last = f"{name.rpartition('.')[0]}.".lstrip("."), name.rpartition(".")[2]
     if len(stored[name].shape) < 2 or name.endswith(_CODES):
         return None
@@ -244,4 +245,4 @@ def fp6_values(codes: Tensor, exponent: int) -> Tensor:
     return torch.cat((table, -table))[codes.int()]
 
 
-FORMATS = (Format(_scaled, dtypes=("float8", "int8")), Format(_microscaled, ("_blocks",)))
+FORMATS = (Format(scaled, dtypes=("float8", "int8")), Format(_microscaled, ("_blocks",)))

@@ -6,6 +6,7 @@ The codes of a byte are those of rows far apart: the first ones of all bytes are
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import GonioError
-from gonio.measuring.reading.entry import StoredTensor
+from gonio.measuring.reading.entry import StoredTensor, dtype_named
 from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
 
 _LARGEST_FACT = 64  # entries of a tensor that is a number, a shape or a word
@@ -30,64 +31,106 @@ _SETTINGS = (  # of the quantisation, which the values do not depend on
     *("unpack_view_dtype", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config"),
     *("channel_wise", "optimize", "round_zero", "nbits", "view_as_float", "quant_scale", "quant_zero"),
 )
+_INSIDE = ("meta_scale", "meta_zero", "scale_quant_params", "zero_quant_params")  # layers of a layer
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Codes as a matrix, whose groups are its rows (axis 1) or its columns (axis 0).
+
+    Attributes:
+        codes: packed along the rows, from the lowest bits that are `places`. `shape`: of the values.
+        scale, zero: one for each group, or one for all; they may be packed themselves.
+    """
+
+    codes: StoredTensor
+    scale: StoredTensor | _Packed
+    zero: StoredTensor | _Packed
+    shape: tuple[int, ...]
+    size: int
+    axis: int
+    packing: str
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        groups = prod(self.shape) // self.size
+        return (groups, self.size) if self.axis == 1 else (self.size, groups)
+
+    def values(self) -> Tensor:
+        """(code − zero) · scale of its group.
+
+        References: [1] H. Badri and A. Shaji, "Half-quadratic quantization of large machine learning models", 2023.
+        """
+        (rows, columns), (_, dtype, places) = self.matrix, _PACKINGS[self.packing]
+        held = self.codes.load().contiguous().view(dtype).reshape(-1, columns)
+        codes = unstacked(held, places)[:rows].float()
+        parts = (one.values() if isinstance(one, _Packed) else one.load().float() for one in (self.zero, self.scale))
+        zero, scale = (part.reshape((-1, 1) if self.axis == 1 else (1, -1)) for part in parts)
+        return codes.sub_(zero).mul_(scale).reshape(self.shape)
 
 
 def _hqq(name: str, stored: FileTensors, _: Mapping[str, Any]) -> StoredWeight | None:
     path = name.removesuffix("W_q")
     layer = stored.layers[path.removesuffix(".")]
-    if (path and not path.endswith(".")) or any(part not in layer for part in (*_FACTS, "scale", "zero")):
+    told = all(part in layer or f"{part}_q" in layer for part in ("scale", "zero")) and "packing" in layer
+    if (path and not path.endswith(".")) or not told:
         return None
+    inside = {one: stored.layers.get(f"{path}{one}", {}) for one in _INSIDE}
+    parts = [last for last in (*_FACTS, *_SETTINGS, "scale", "zero", "scale_q", "zero_q") if last in layer]
+    parts += [f"{one}.{last}" for one, held in inside.items() for last in held]
+    used = (name, *(f"{path}{last}" for last in parts))
     try:
-        held = [layer[fact] for fact in _FACTS]
-        facts = [one.load().flatten().tolist() if one.entries <= _LARGEST_FACT else [] for one in held]
-    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file
-        facts = []
-    used = (name, *(f"{path}{last}" for last in (*_FACTS, *_SETTINGS, "scale", "zero") if last in layer))
-    if why := _untold(layer, facts):
-        return StoredWeight(f"{path}weight", used, None, f"packed by HQQ, and {why}")
-    shape, (size,), (axis,), packing = facts
-    bits, dtype, places = _PACKINGS[_word(packing)]
-    parts = {last: layer[last] for last in ("W_q", "scale", "zero")}
-    made = computed(_hqq_values, parts, dtype, places, tuple(shape), axis, size, shape=tuple(shape))
-    return StoredWeight(f"{path}weight", used, made, f"dequantised from {bits} bits (HQQ)")
+        packed = _told(layer, "W_q", inside)
+    except ValueError as error:
+        return StoredWeight(f"{path}weight", used, None, f"packed by HQQ, and {error}")
+    said = f"dequantised from {_PACKINGS[packed.packing][0]} bits (HQQ)"
+    return StoredWeight(f"{path}weight", used, computed(packed.values, shape=packed.shape), said)
 
 
-def _word(letters: list[int]) -> str:
-    return "".join(chr(letter % 128) for letter in letters)
+def _told(layer: StoredTensors, codes: str, inside: Mapping[str, StoredTensors]) -> _Packed:
+    """The codes of a layer with what their facts say.
 
-
-def _untold(layer: StoredTensors, facts: list[list[Any]]) -> str:
-    """What keeps a weight of HQQ from being computed; empty if its facts are there and fit each other."""
-    if any(type(n) is not int or n < 0 for fact in facts for n in fact) or not all(facts):
-        return "its shape, groups or packing are no natural numbers"
-    if not facts or any(len(fact) != 1 for fact in facts[1:3]) or facts[2][0] > 1 or len(facts[0]) < 2:
-        return "its shape, groups or axis cannot be read"
-    shape, (size,), (axis,), packing = facts
-    if _word(packing) not in _PACKINGS:
-        return f"its packing {_word(packing)!r} is not read"
-    _, dtype, places = _PACKINGS[_word(packing)]
-    if not size or prod(shape) % size:
-        return "its groups do not divide it"
-    rows, columns = (prod(shape) // size, size) if axis == 1 else (size, prod(shape) // size)
-    stored = layer["W_q"]
-    held = stored.entries * getattr(torch, stored.dtype).itemsize // dtype.itemsize
-    each = (rows, 1) if axis == 1 else (1, columns)
-    if held != -(-rows // len(places)) * columns or layer["scale"].shape != each or layer["zero"].shape != each:
-        return "its codes, scales and zero points do not fit its shape"
-    return ""
-
-
-def _hqq_values(
-    parts: StoredTensors, dtype: torch.dtype, places: tuple[int, ...], shape: tuple[int, ...], axis: int, size: int
-) -> Tensor:
-    """(code − zero) · scale of its group; the groups are the rows (axis 1) or the columns (axis 0) of a matrix.
-
-    References: [1] H. Badri and A. Shaji, "Half-quadratic quantization of large machine learning models", 2023.
+    Raises:
+        ValueError: with what keeps them from being computed.
     """
-    groups = prod(shape) // size
-    rows, columns = (groups, size) if axis == 1 else (size, groups)
-    codes = unstacked(parts["W_q"].load().contiguous().view(dtype).reshape(-1, columns), places)[:rows].float()
-    return codes.sub_(parts["zero"].load().float()).mul_(parts["scale"].load().float()).reshape(shape)
+    try:
+        held = {fact: layer[fact] for fact in _FACTS if fact in layer}
+        facts = {fact: one.load().flatten().tolist() for fact, one in held.items() if one.entries <= _LARGEST_FACT}
+    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file
+        facts = {}
+    if any(type(n) is not int or n < 0 for fact in facts.values() for n in fact) or not all(facts.values()):
+        raise ValueError("its shape, groups or packing are no natural numbers")
+    shape, axis = facts.get("shape", []), facts.get("axis", [])
+    size = facts.get("group_size", [shape[1 - axis[0]] if axis in ([0], [1]) and len(shape) == 2 else 0])
+    if len(shape) < 2 or len(size) != 1 or axis not in ([0], [1]) or "packing" not in facts:
+        raise ValueError("its shape, groups or axis cannot be read")
+    packing = "".join(chr(letter % 128) for letter in facts["packing"])
+    if packing not in _PACKINGS:
+        raise ValueError(f"its packing {packing!r} is not read")
+    if not size[0] or prod(shape) % size[0]:
+        raise ValueError("its groups do not divide it")
+    parts: dict[str, StoredTensor | _Packed] = {}
+    for part in ("scale", "zero"):
+        if part in layer:
+            parts[part] = layer[part]
+        elif f"{part}_q" in layer and inside.get(f"meta_{part}"):
+            parts[part] = _told({**inside[f"meta_{part}"], codes: layer[f"{part}_q"]}, codes, {})
+        else:
+            raise ValueError("its scales or zero points are not stored")
+    made = _Packed(layer[codes], **parts, shape=tuple(shape), size=size[0], axis=axis[0], packing=packing)
+    if not _fits(made):
+        raise ValueError("its codes, scales and zero points do not fit its shape")
+    return made
+
+
+def _fits(packed: _Packed) -> bool:
+    """Whether codes, scales and zero points have as many entries as the shape wants."""
+    (rows, columns), (_, dtype, places) = packed.matrix, _PACKINGS[packed.packing]
+    stored = dtype_named(packed.codes.dtype)
+    held = packed.codes.entries * (stored.itemsize if stored else 0) // dtype.itemsize
+    each = (rows, 1) if packed.axis == 1 else (1, columns)
+    shapes = [part.shape for part in (packed.scale, packed.zero)]
+    return held == -(-rows // len(places)) * columns and all(shape == each or prod(shape) == 1 for shape in shapes)
 
 
 def unstacked(packed: Tensor, places: tuple[int, ...]) -> Tensor:
