@@ -587,3 +587,18 @@ def test_a_batch_of_a_loader_is_taken_and_sparse_weights_are_refused() -> None:
     model.weight = nn.Parameter(torch.eye(3, 4).to_sparse(), requires_grad=False)
     with pytest.raises(NotApplicableError, match="its weight is stored as sparse_coo"):
         gonio.certify(nn.Sequential(model), x)
+
+
+def test_a_model_that_changes_in_place_what_its_backward_needs_is_refused_in_words() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.relu(self.a(x))
+            y *= 2
+            return self.b(y)
+
+    with pytest.raises(NotApplicableError, match=r"found by gradients, and it has none .*modified by an inplace"):
+        gonio.certify(InPlace(), torch.randn(4, 6))

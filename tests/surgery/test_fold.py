@@ -274,6 +274,24 @@ def test_a_norm_that_a_setting_replaces_folds_only_into_a_layer_that_is_replaced
     torch.testing.assert_close(after, before)
 
 
+def test_a_norm_before_which_another_head_may_read_stays() -> None:
+    """The head is off, and reads the output of the convolution where a flag turns it on."""
+
+    def forward(m, x):
+        y = m.conv(x)
+        z = m.out(torch.relu(m.norm(y)))
+        return (z, m.aux(y)) if m.both else z
+
+    layers = {"conv": nn.Conv2d(2, 5, 1), "norm": trained(nn.BatchNorm2d(5)), "out": nn.Conv2d(5, 3, 1)}
+    model, x = Net(forward, **layers, aux=nn.Conv2d(5, 2, 1)).eval(), seeded(2, 2, 3, 3)
+    model.both = False
+    edited = fold_(model, example=x)
+    assert not edited.changes
+    assert "norm stays: aux does not run, and may read the output of its layer" in str(edited)
+    del model.aux  # the control
+    assert len(fold_(model, example=x).changes) == 1
+
+
 @pytest.mark.parametrize("gains", [False, True])
 def test_a_model_that_reads_an_attribute_of_its_norm_is_refused_and_left_as_it_was(gains: bool) -> None:
     def forward(m, x):

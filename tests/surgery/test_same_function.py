@@ -401,3 +401,41 @@ def test_one_batch_is_not_taken_for_several(verb: str) -> None:
 def test_another_error_of_the_model_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         gonio.calibrate_(Net(lambda m, x: m.bn(x.view(7, -1)), bn=nn.BatchNorm1d(3)), [torch.ones(2, 3)])
+
+
+class TakesDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.norm(self.fc(batch["x"]))
+
+
+WITH_BATCH: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "measure": lambda model, batch: gonio.measure(model, batch=batch),
+    "calibrate_": lambda model, batch: gonio.calibrate_(model, [batch]),
+    "lsuv_": gonio.lsuv_,
+    "fold_": lambda model, batch: gonio.fold_(model, example=batch),
+}
+
+
+@pytest.mark.parametrize("verb", WITH_BATCH)
+def test_a_model_that_takes_the_dict_itself_gets_it(verb: str) -> None:
+    WITH_BATCH[verb](TakesDict(), {"x": torch.randn(8, 6), "label": torch.zeros(8)})
+
+
+@pytest.mark.parametrize("verb", WITH_BATCH)
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("image", "label"), r"found image, label; on the dict itself it raises TypeError"),
+        (("input", "label"), r"forward \(input\); found label\. Give the inputs alone"),
+    ],
+)
+def test_a_dict_of_names_that_the_model_does_not_take_is_one_error(
+    verb: str, names: tuple[str, str], found: str
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+    with pytest.raises(InvalidArgumentError, match=found):
+        WITH_BATCH[verb](model, dict(zip(names, (torch.randn(8, 6), torch.zeros(8)), strict=True)))

@@ -18,6 +18,7 @@ from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, f
 from gonio.escaping import json_data, printed
 from gonio.geometry.views import why_not_dense
 from gonio.measuring.figures.lipschitz import Factor, Interpreter, UpperBounds, quotient
+from gonio.messages import say
 from gonio.pages.tables import bare_table, number
 from gonio.seeding import generator, state_kept
 from gonio.surgery.facts import TORCH_NORMS, UNKNOWN, WEIGHTED, applied_weight, facts_of
@@ -271,6 +272,15 @@ def _flat(outputs: Any, examples: int | None = None) -> Tensor:
     return torch.cat([x.reshape(-1) if examples is None else x.reshape(examples, -1) for x in leaves], -1)
 
 
+def _gradients(moved: Tensor, x: Tensor, change: Tensor) -> tuple[Tensor | None, ...]:
+    """Of the squared distance of outputs, by a point and by its change."""
+    try:
+        return torch.autograd.grad(moved.square().sum(), (x, change), allow_unused=True)
+    except RuntimeError as error:  # as of a model that changes in place what its backward needs
+        why = say("the pair of inputs is found by gradients, and it has none ({error})", error=first_line(error, 200))
+        raise NotApplicableError("certify", "", why, "Remove operations in place.", action="bound") from error
+
+
 def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor, float]:
     """Two inputs with the largest quotient that is found, and the quotient, rounded down."""
     count, dims = len(points), range(1, points.dim())
@@ -298,7 +308,7 @@ def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> t
         if float(quotients[top]) > best:
             best = float(quotients[top])
             found = x.detach()[top : top + 1].clone(), (x + change).detach()[top : top + 1].clone()
-        by_point, by_change = torch.autograd.grad(moved.square().sum(), (x, change), allow_unused=True)
+        by_point, by_change = _gradients(moved, x, change)
         x = x.detach()
         if last and by_point is not None:
             x = x + 0.2 * reach * by_point / size(by_point).clamp(min=1e-30)

@@ -321,7 +321,7 @@ def call(model: nn.Module, example: Any) -> Any:
     Of a list, or of a tuple of more arguments than there are, which may end in labels, the model gets as many entries
     as its forward needs.
 
-    Raises: InvalidArgumentError for a loader, of which one batch is wanted.
+    Raises: InvalidArgumentError for a loader, of which one batch is wanted, and for names that the model does not take.
     """
     if isinstance(example, DataLoader):
         do = "Pass one batch: next(iter(loader))."
@@ -336,10 +336,27 @@ def call(model: nn.Module, example: Any) -> Any:
         if isinstance(example, list) or more:
             return model(*example[: max(sum(p.default is p.empty for p in places), 1)])
     if isinstance(example, Mapping):
-        return model(**example)
+        return _call_on_names(model, example)
     if isinstance(example, tuple):
         return model(*example)
     return model(example)
+
+
+def _call_on_names(model: nn.Module, example: Mapping[str, Any]) -> Any:
+    """Call a model on keyword arguments, or on the mapping itself where its forward has no argument of these names."""
+    known = inspect.signature(unwrapped(model).forward).parameters
+    unknown = [str(name) for name in example if name not in known]
+    if not unknown or any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return model(**example)
+    asked = say("a dict has the arguments of the model's forward ({names})", names=", ".join(known))
+    do = say("Give the inputs alone: a tensor, a tuple of arguments, or a dict of keyword arguments.")
+    if len(unknown) < len(example) or not known:
+        raise InvalidArgumentError(asked, ", ".join(unknown), do)
+    try:
+        return model(example)
+    except (TypeError, AttributeError, LookupError) as error:  # of a forward that takes something else
+        found = f"{', '.join(unknown)}; on the dict itself it raises {first_line(error, kind=True)}"
+        raise InvalidArgumentError(asked, found.rstrip("."), do) from error
 
 
 def moved_to(example: Any, device: torch.device) -> Any:

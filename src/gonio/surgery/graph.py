@@ -166,9 +166,24 @@ class Graph:
     @cached_property
     def _at_rest(self) -> dict[str, str]:
         """By path of a part that runs, one that runs in neither mode, of its kind and sizes or of one list with it."""
-        found = self._resting(self._running)
-        modes = (trace(self.model, training=mode) for mode in (False, True)) if found else ()
-        return self._resting(self._running.union(*(other._running for other in modes))) if found else {}
+        return self._resting(self._ever_running) if self._resting(self._running) else {}
+
+    @cached_property
+    def _ever_running(self) -> frozenset[str]:
+        """The paths of the parts that run in evaluation or in training."""
+        return self._running.union(*(trace(self.model, training=mode)._running for mode in (False, True)))
+
+    def _why_read_at_rest(self, layer: nn.Module) -> str:
+        """Which layer that never runs would fit the outputs of this one, and may read them in another setting."""
+        outputs = getattr(layer, "out_features", getattr(layer, "out_channels", 0))
+        fitting = [
+            path
+            for path, module in self.model.named_modules()
+            if isinstance(module, WEIGHTED) and path not in self._running
+            if getattr(module, "in_features", getattr(module, "in_channels", 0)) == outputs
+        ]
+        other = next((path for path in fitting if path not in self._ever_running), None)
+        return "" if other is None else say("{other} does not run, and may read the output of its layer", other=other)
 
     @cached_property
     def _running(self) -> frozenset[str]:
@@ -275,8 +290,8 @@ class Graph:
         if self.read_by_name[str(nodes[-1].target)]:
             return "its scale, shift or statistics are read elsewhere too"
         at, after = str(feeds[0].target), str(nodes[-1].target)
-        exchanged = self._why_exchanged(at, after) or self._why_exchanged(after, at)
-        return self._why_fixed(at, layer) or exchanged or self._why_other_axis(feeds[0], layer) or layer
+        elsewhere = self._why_exchanged(at, after) or self._why_exchanged(after, at) or self._why_read_at_rest(layer)
+        return self._why_fixed(at, layer) or elsewhere or self._why_other_axis(feeds[0], layer) or layer
 
     def _why_other_axis(self, node: fx.Node, layer: nn.Module) -> str:
         """Why the channels of a layer's output are not on dim 1, or may not be; empty if they are."""
