@@ -197,7 +197,9 @@ CASES: dict[str, Case] = {
     "alpha of rank-stabilised ones": Case(FILES, lora(use_rslora=True, alpha_pattern={r".*\.1\..*": 1})),
     "ranks and alphas": Case(FILES, lora(rank_pattern={"^q": 2}, alpha_pattern={r"layers\.\d+\.q": 5})),
     "alpha by a pattern that takes for ever": Case(
-        FILES, lora(changes={"alpha_pattern": {"(a+)+q": 3}}, refused="alpha_pattern")),
+        FILES, lora(changes={"alpha_pattern": {"(a+)+q": 3}})),
+    "alpha by a pattern that looks back": Case(
+        FILES, lora(changes={"alpha_pattern": {"(?<=a)q": 3}}, refused="alpha_pattern")),
     "PiSSA": Case(FILES, lora(init_lora_weights="pissa", alpha_pattern={"^q": 3})),
     "PiSSA of Conv1D": Case(
         FILES, lora(init_lora_weights="pissa", target_modules=["c"], fan_in_fan_out=True), slow=True),
