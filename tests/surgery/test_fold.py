@@ -292,6 +292,18 @@ def test_a_norm_before_which_another_head_may_read_stays() -> None:
     assert len(fold_(model, example=x).changes) == 1
 
 
+def test_what_is_inside_of_a_layer_that_runs_is_not_at_rest() -> None:
+    """torch's attention reads the weight of its output without calling the layer that holds it."""
+
+    def forward(m, x):
+        y = m.norm(m.conv(x)).flatten(2).transpose(1, 2)
+        return m.attention(y, y, y)[0]
+
+    layers = {"conv": nn.Conv2d(2, 4, 1), "norm": trained(nn.BatchNorm2d(4))}
+    model = Net(forward, **layers, attention=nn.MultiheadAttention(4, 2, batch_first=True)).eval()
+    assert len(fold_(model, example=seeded(2, 2, 3, 3)).changes) == 1
+
+
 @pytest.mark.parametrize("gains", [False, True])
 def test_a_model_that_reads_an_attribute_of_its_norm_is_refused_and_left_as_it_was(gains: bool) -> None:
     def forward(m, x):

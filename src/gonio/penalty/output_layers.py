@@ -7,6 +7,7 @@ back to the first layers with weights.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -44,18 +45,18 @@ def output_layers(model: nn.Module) -> tuple[set[int], str]:
     """
     sharded = any(is_sharded(parameter) for parameter in model.parameters())  # its hooks would gather them in a run
     reason = "its parameters are sharded" if sharded else "the model has no layer that tells its input size"
-    for inner in () if sharded else _cores(model):
+    cores = [] if sharded else [*_cores(model)]
+    for on_shapes, inner in itertools.product((True, False), cores):
         for example in examples_for(inner):
-            for on_shapes in (True, False):
-                try:
-                    found = _from_mode(inner, example, training=False, on_shapes=on_shapes)
-                except Exception as error:  # a model can raise anything at a size that it does not take
-                    reason = first_line(error, 100, kind=True)
-                    continue
-                with suppress(Exception):  # training may need more, such as labels
-                    found |= _from_mode(inner, example, training=True, on_shapes=on_shapes)
-                layers = [site.module for site in sites(inner) if site.path in found]
-                return {id(layer) for layer in layers if layer is not model}, ""
+            try:
+                found = _from_mode(inner, example, training=False, on_shapes=on_shapes)
+            except Exception as error:  # a model can raise anything at a size that it does not take
+                reason = first_line(error, 100, kind=True)
+                continue
+            with suppress(Exception):  # training may need more, such as labels
+                found |= _from_mode(inner, example, training=True, on_shapes=on_shapes)
+            layers = [site.module for site in sites(inner) if site.path in found]
+            return {id(layer) for layer in layers if layer is not model}, ""
     named = list(_named(model))
     return {id(layer) for layer in named}, "" if named else f"the model could not be run ({reason})"
 

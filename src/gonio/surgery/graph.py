@@ -187,9 +187,13 @@ class Graph:
 
     @cached_property
     def _running(self) -> frozenset[str]:
-        """The paths of the parts in which a layer runs or is read."""
+        """The paths of the parts in which a layer runs or is read, and of all that is inside of such a layer."""
         read = {*self.call_counts, *(path for path, names in self.read_by_name.items() if names)}
-        return frozenset(path[:end] for path in read for end in (*_dots(path), len(path)))
+        around = {path[:end] for path in read for end in _dots(path)}
+        return frozenset(around.union(*(self._inside(path) for path in read)))
+
+    def _inside(self, path: str) -> set[str]:
+        return {f"{path}.{name}".rstrip(".") for name, _ in self.model.get_submodule(path).named_modules()}
 
     def _resting(self, runs: frozenset[str]) -> dict[str, str]:
         found: dict[str, str] = {}
