@@ -11,6 +11,7 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import copy_of
 from gonio.editing.where import require_model, run_eagerly, unwrapped
@@ -171,7 +172,8 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
     if steps < 1:
         raise InvalidArgumentError("certify() needs steps >= 1", f"{steps}", "Use about 30.")
     for name, parameter in model.named_parameters():
-        if (reason := why_not_dense(parameter)) is not None:
+        empty = not is_lazy(parameter) and parameter.numel() == 0
+        if not empty and (reason := why_not_dense(parameter)) is not None:
             do = "Certify a part of the model without it."
             raise NotApplicableError("certify", name.rpartition(".")[0], reason, do, action="bound")
     network = _copy_of(unwrapped(model)).double().eval()
