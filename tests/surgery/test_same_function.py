@@ -422,7 +422,18 @@ WITH_BATCH: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 @pytest.mark.parametrize("verb", WITH_BATCH)
 def test_a_model_that_takes_the_dict_itself_gets_it(verb: str) -> None:
-    WITH_BATCH[verb](TakesDict(), {"x": torch.randn(8, 6), "label": torch.zeros(8)})
+    """What each verb learns from the run: the layers' outputs, statistics, a weight, and that the function stays."""
+    model, batch = TakesDict(), {"x": torch.randn(8, 6), "label": torch.zeros(8)}
+    before = copy.deepcopy(model).eval()
+    found = WITH_BATCH[verb](model, batch)
+    if verb == "measure":
+        assert [signal.path for signal in found.signals] == ["fc", "norm"]
+    elif verb == "calibrate_":
+        torch.testing.assert_close(model.norm.running_mean, model.fc(batch["x"]).detach().mean(0))
+    elif verb == "lsuv_":
+        assert not torch.equal(model.fc.weight, before.fc.weight)
+    else:
+        torch.testing.assert_close(model.eval()(batch), before(batch))
 
 
 @pytest.mark.parametrize("verb", WITH_BATCH)

@@ -198,6 +198,8 @@ CASES: dict[str, Case] = {
     "ranks and alphas": Case(FILES, lora(rank_pattern={"^q": 2}, alpha_pattern={r"layers\.\d+\.q": 5})),
     "alpha by a pattern that takes for ever": Case(
         FILES, lora(changes={"alpha_pattern": {"(a+)+q": 3}})),
+    "alpha by a pattern with brackets that close": Case(
+        FILES, lora(changes={"alpha_pattern": {"q)|(v": 3}}, refused="alpha_pattern"), slow=True),
     "alpha by a pattern that looks back": Case(
         FILES, lora(changes={"alpha_pattern": {"(?<=a)q": 3}}, refused="alpha_pattern")),
     "PiSSA": Case(FILES, lora(init_lora_weights="pissa", alpha_pattern={"^q": 3})),

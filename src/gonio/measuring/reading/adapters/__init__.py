@@ -220,14 +220,14 @@ def stated_in_header(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _compiled(key: str, given: Any) -> Iterator[tuple[Pattern, float]]:
     for text, value in given.items() if isinstance(given, Mapping) else [(given, None)]:
-        number = _finite(value)
+        number, refused = _finite(value), f"{key} of the adapter's configuration is not understood: {str(text)[:60]!r}"
+        if number is None or not isinstance(text, str):
+            raise ValueError(refused)
         try:
-            pattern = Pattern(rf"(?:.*\.)?(?:{text})$") if isinstance(text, str) and number is not None else None
-        except ValueError:
-            pattern = None
-        if pattern is None or number is None:
-            raise ValueError(f"{key} of the adapter's configuration is not understood: {str(text)[:60]!r}")
-        yield pattern, number
+            Pattern(text)  # by itself: its brackets could close those around it
+            yield Pattern(rf"(?:.*\.)?(?:{text})$"), number
+        except ValueError as error:
+            raise ValueError(refused) from error
 
 
 def _finite(value: Any) -> float | None:
