@@ -101,6 +101,17 @@ def first_line(error: BaseException, longest: int = 200, *, kind: bool = False) 
     return f"{name}: {said}" if kind and said else said or name
 
 
+def cause_of(error: BaseException) -> str:
+    """What is wrong, for a reader who knows the file: of an unreadable one without its name and what to do.
+
+    Example:
+        >>> from gonio.errors import cause_of
+        >>> cause_of(UnreadableFileError("a.npz", "it is empty", "Save it again.")), cause_of(ValueError("no"))
+        ('it is empty', 'no')
+    """
+    return error.found if isinstance(error, UnreadableFileError) else first_line(error, 300)
+
+
 def with_article(name: str) -> Message:
     """A name with its article, by the sound of its first letter: capitals are spelled.
 
@@ -438,9 +449,14 @@ class NoActivationError(GonioError, RuntimeError):
 
 
 class UnreadableFileError(GonioError, ValueError):
-    """A file is damaged, of another format than its name says, or contains more than data."""
+    """A file is damaged, of another format than its name says, or contains more than data.
+
+    Attributes:
+        found: what is wrong with it, without its name and what to do.
+    """
 
     def __init__(self, path: str, found: str, do: str) -> None:
+        self.found = found
         super().__init__(
             say("file {path!r}: cannot be read; {found}. {do}", path=path, found=fixed(found), do=fixed(do))
         )

@@ -194,7 +194,7 @@ def test_damages_are_named(tmp_path: Path, kind: str) -> None:
     if code != "refused":
         gonio.measure(tmp_path / "m.gguf")
     else:
-        with pytest.raises(UnreadableFileError, match="not an intact file"):
+        with pytest.raises(UnreadableFileError, match=r"not an intact file|version 9 of GGUF is not read|big-endian"):
             gonio.measure(tmp_path / "m.gguf")
 
 

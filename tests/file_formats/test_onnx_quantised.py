@@ -80,6 +80,38 @@ def test_values_are_those_of_the_operator(form: str, zeros: bool, tmp_path: Path
     assert checked["w_quantized"].norm == pytest.approx(float(expected.norm()), rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["INT4", "UINT4"])
+@pytest.mark.parametrize("form", ["in numbers", "raw", "external"])
+@pytest.mark.parametrize("size", [0, 4])
+def test_codes_of_four_bits(kind: str, form: str, size: int, tmp_path: Path) -> None:
+    """An odd number of codes: the last byte holds one. The reference is the operator of the package."""
+    rows, columns, path = 7, 9, tmp_path / "q.onnx"
+    shape = (rows, -(-columns // size)) if size else (rows,)
+    low, high = (0, 16) if kind == "UINT4" else (-8, 8)
+    dtype, values = getattr(onnx.TensorProto, kind), RNG.integers(low, high, (rows, columns))
+    zeros = RNG.integers(low, high, shape)
+    held = [helper.make_tensor("q", dtype, values.shape, values.flatten())]
+    held += [helper.make_tensor("z", dtype, shape, zeros.flatten())]
+    if form != "in numbers":
+        held = [numpy_helper.from_array(numpy_helper.to_array(one), one.name) for one in held]
+    held.append(numpy_helper.from_array(RNG.uniform(0.01, 0.02, shape).astype(np.float32), "s"))
+    facts = {"axis": 1, "block_size": size} if size else {"axis": 0}
+    nodes = [helper.make_node("DequantizeLinear", ["q", "s", "z"], ["w"], **facts)]
+    nodes.append(helper.make_node("Gemm", ["x", "w"], ["y"], transB=1))
+    named = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("x", "y", "w")]
+    model = helper.make_model(helper.make_graph(nodes, "g", named[:1], named[1:], held))
+    expected = reference.ReferenceEvaluator(model).run(["w"], {"x": np.zeros((1, columns), np.float32)})[0]
+    where = {"save_as_external_data": True, "size_threshold": 0, "location": "q.data"} if form == "external" else {}
+    onnx.save(model, path, **where)
+    found = values_of(base_entries(path)["q"], "")
+    assert isinstance(found, torch.Tensor)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=0)
+    row = gonio.measure(path)["q"]
+    assert (row.status, row.shape) == ("measured", (rows, columns))
+    assert f"dequantised from {kind.lower()} and its scale" in row.notes
+    assert gonio.check(path).intact
+
+
 def test_codes_without_a_scale_in_the_file_are_left_out(tmp_path: Path) -> None:
     written(tmp_path / "q.onnx", "a scale for a row", fixed=False)
     row = gonio.measure(tmp_path / "q.onnx")["w_quantized"]

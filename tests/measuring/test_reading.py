@@ -208,7 +208,8 @@ def test_parts_without_their_index(tmp_path: Path) -> None:
         save_file({name: STATE[name]}, tmp_path / f"model-0000{number}-of-00003.safetensors")
     found = measure(tmp_path)
     assert sorted(t.path for t in found.layers) == ["a", "b"]
-    assert found.notes == ("the parts have no index: what is missing cannot be told", "2 of 3 parts are there")
+    assert found.notes == ("the parts have no index: what is missing cannot be told",)
+    assert [(f.code, f.found) for f in found.findings] == [("G702", "2 of 3 parts are there")]
     (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"no")
     with pytest.raises(UnreadableFileError, match="cannot be read"):
         measure(tmp_path)

@@ -71,7 +71,10 @@ def save(text: str, target: str, what: str) -> None:
     if target == "-":
         typer.echo(text, nl=not text.endswith("\n"))
         return
-    write_text(text if text.endswith("\n") else f"{text}\n", target)
+    try:
+        write_text(text if text.endswith("\n") else f"{text}\n", target)
+    except OSError as error:  # of a temporary file beside it, or of a device, whose errors have no name
+        raise OSError(error.errno, error.strerror, target) from error
     print_err(say("{what} written to {target}", what=fixed(what), target=target))
 
 
@@ -117,18 +120,18 @@ def check_folders(targets: Mapping[str, str | None], reads: Sequence[str | None]
 
 def _is_read(file: Path, word: str) -> bool:
     """Whether a file is the one that a word names, a shard of it, or a part of the model in the folder it names."""
-    from gonio.measuring.reading.shards import KINDS, weight_map
+    from gonio.measuring.reading.shards import KINDS, is_index, weight_map
 
     if not file.exists():
         return False
     named = [Path(word), *([Path(word.rpartition(":")[0])] if ":" in word else [])]
     if any(path.is_file() and path.samefile(file) for path in named):
         return True
-    if named[0].is_file() and named[0].name.endswith(".index.json"):
+    if named[0].is_file() and is_index(named[0]):
         with suppress(GonioError):  # the command itself says what is wrong with the index
             shards = {named[0].parent / shard for shard in weight_map(named[0])[0].values()}
             return any(shard.is_file() and shard.samefile(file) for shard in shards)
-    parts = file.suffix in KINDS or file.name.endswith((".index.json", "config.json"))
+    parts = file.suffix in KINDS or is_index(file) or file.name.endswith("config.json")
     return named[0].is_dir() and file.is_relative_to(named[0].resolve()) and parts
 
 
@@ -188,7 +191,7 @@ class Commands(LocalHelp, TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush would complain
             raise typer.Exit(ExitCode.PIPE) from error
         except (GonioError, OSError) as error:
-            print_err(say("gonio: {message}", message=_message(error)))
+            print_err(say("gonio: {message}", message=message_of(error)))
             raise typer.Exit(_exit_code(error)) from error
         except KeyboardInterrupt as error:
             print_err(
@@ -204,7 +207,7 @@ class Commands(LocalHelp, TyperGroup):
             if type(error).__module__.startswith(("typer.", "click.")):
                 _in_plain_words(error)
                 if (refused := _of_file(error)) is not None:
-                    print_err(say("gonio: {message}", message=_message(refused)))
+                    print_err(say("gonio: {message}", message=message_of(refused)))
                     raise typer.Exit(ExitCode.REFUSED) from error
                 self._near_options(error)
                 _translate(error)
@@ -369,13 +372,13 @@ def _exit_code(error: GonioError | OSError) -> ExitCode:
     return ExitCode.USAGE if named else ExitCode.REFUSED
 
 
-def _message(error: GonioError | OSError) -> Message:
+def message_of(error: GonioError | OSError) -> Message:
     """The message with the notes that were added to the error."""
     if isinstance(error, PlanChangedError):
         return _plan_changes(error)
     text = said_by(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        text = Message(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.strerror:
+        text = Message(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
     return joined([text, *getattr(error, "__notes__", [])], "\n")
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from json import dumps
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, save, show
+from gonio.cli.app import ExitCode, check_folders, message_of, print_err, save, show
 from gonio.cli.progressing import progress
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, MissingExtraError, UnreadableFileError
 from gonio.messages import say
+
+if TYPE_CHECKING:
+    from gonio.measuring import CheckResult
 
 Paths = Annotated[
     list[str],
@@ -41,7 +44,6 @@ def check(
     Finds damaged, missing, overlapping and cut-off tensors, NaN and infinity, zero, constant and equal rows, and
     tensors far from those of other layers. No code in a file runs.
     """
-    from gonio import measuring
     from gonio.cli.inputs import in_cache
 
     if len(paths) > 1 and (save_to or against):
@@ -52,29 +54,44 @@ def check(
             "Check them one by one.",
         )
     check_folders({"save": save_to, "json": json}, [*paths, against])
-    results = []
+    results, unread = [], 0
     for path in [in_cache(path) or path for path in paths]:
-        with progress("checking") as update:
-            results.append(
-                measuring.check(
-                    path,
-                    against=against,
-                    jobs=jobs,
-                    progress=update,
-                    describe=lambda contents, update=update: update.about(  # type: ignore[misc]
-                        say("{contents}; reading {size}", contents=contents.said, size=_size(contents.bytes))
-                    ),
-                )
-            )
+        try:
+            results.append(_checked(path, against, jobs))
+        except (UnreadableFileError, MissingExtraError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            unread += 1  # the others are checked all the same
+            print_err(say("gonio: {message}", message=message_of(error)))
+            continue
         if json is None:
             show(results[-1])
     if json is not None:
         made: Any = [result.to_dict() for result in results]
-        save(dumps(made[0] if len(made) == 1 else made, ensure_ascii=False, allow_nan=False, indent=1), json, "JSON")
+        save(dumps(made[0] if len(paths) == 1 else made, ensure_ascii=False, allow_nan=False, indent=1), json, "JSON")
     if save_to is not None:
         save(dumps(results[0].fingerprints, ensure_ascii=False, indent=1), save_to, "fingerprints")
+    if unread:
+        print_err(say("{n} of {every} checkpoints cannot be read", n=unread, every=len(paths)))
+        raise typer.Exit(ExitCode.REFUSED)
     if any(result.at_least(fail_on) for result in results):
         raise typer.Exit(ExitCode.FINDING)
+
+
+def _checked(path: str, against: str | None, jobs: int | None) -> CheckResult:
+    """The check of one checkpoint, with its progress."""
+    from gonio import measuring
+
+    with progress("checking") as update:
+        return measuring.check(
+            path,
+            against=against,
+            jobs=jobs,
+            progress=update,
+            describe=lambda contents: update.about(
+                say("{contents}; reading {size}", contents=contents.said, size=_size(contents.bytes))
+            ),
+        )
 
 
 def _size(count: int) -> str:

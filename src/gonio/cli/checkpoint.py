@@ -21,7 +21,7 @@ from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hol
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import StoredTensor, clean_names
 from gonio.measuring.reading.opened import intact
-from gonio.measuring.reading.shards import KINDS, open_parts
+from gonio.measuring.reading.shards import KINDS, is_index, open_parts
 from gonio.measuring.reading.source import absent, files_in, open_file
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
 from gonio.messages import Message, counted, joined, say
@@ -69,7 +69,7 @@ def read(path: str, *, key: str | None = None) -> Checkpoint:
         raise absent(path)
     state: Mapping[str, Any]
     metadata: Mapping[str, Any]
-    if len(files) > 1 or files[0].is_dir() or files[0].name.endswith(".index.json"):
+    if len(files) > 1 or files[0].is_dir() or is_index(files[0]):
         state, metadata = _parts(files, key or "")
     else:
         _check_loads(files[0])

@@ -10,7 +10,7 @@ from itertools import product, takewhile
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError, listing
+from gonio.errors import InvalidArgumentError, cause_of, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
@@ -209,7 +209,7 @@ def values_of(entry: TensorEntry, when: str) -> Tensor | NotCompared:
     except Unfit as error:
         return NotCompared(said_by(error), "adapter")
     except Exception as error:  # numbers of a file, or code of a tensor's class, can provoke any of them
-        return NotCompared(f"cannot be read: {error}")
+        return NotCompared(f"cannot be read: {cause_of(error)}")
     if found.tensor is None:
         return NotCompared(found.reason)
     values = found.tensor.float() if found.tensor.element_size() == 1 else found.tensor

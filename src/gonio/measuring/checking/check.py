@@ -30,6 +30,7 @@ from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.opened import without_values
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
+from gonio.measuring.reading.shards import is_index
 from gonio.measuring.reading.source import (
     configured,
     name_of,
@@ -348,7 +349,7 @@ def _contents(held: Inventory, beside: Configurations) -> CheckpointContents:
         tensors=len(model),
         beside=len(held.places) - len(model),
         bytes=sum(place.size for place in held.places),
-        files=sum(not file.name.endswith(".index.json") for file in held.files),
+        files=sum(not is_index(file) for file in held.files),
         dtypes=dict(Counter(place.dtype for place in model).most_common()),
         quantisation=str(method),
         adapter=str(adapter.get("peft_type", "unnamed")) if adapter else "",
@@ -368,12 +369,18 @@ def _fingerprints(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[st
             content = json.loads(Path(source).read_text(encoding="utf-8"))
         if content["schema"] != FINGERPRINTS:
             raise ValueError(f"its schema is {content['schema']!r:.80}")
-        return {str(n): (t["dtype"], tuple(t["shape"]), t["hash"]) for n, t in content["tensors"].items()}
+        return {str(n): _fingerprint(t["dtype"], tuple(t["shape"]), t["hash"]) for n, t in content["tensors"].items()}
     except FileNotFoundError as error:
         raise UnreadableFileError(said, "there is no such file", "Write it by gonio check --save.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"it holds no fingerprints ({str(error)[:200]})"
         raise UnreadableFileError(said, found, "Write it by gonio check --save.") from error
+
+
+def _fingerprint(dtype: Any, shape: tuple[Any, ...], values: Any) -> tuple[str, tuple[int, ...], str]:
+    if not isinstance(dtype, str) or not isinstance(values, str) or any(type(n) is not int for n in shape):
+        raise ValueError("a dtype, a shape or a hash is of another type")
+    return dtype, shape, values
 
 
 def _changes(tensors: tuple[TensorCheck, ...], known: dict[str, tuple[Any, ...]]) -> Iterator[Problem]:

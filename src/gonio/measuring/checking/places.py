@@ -37,9 +37,9 @@ from gonio.measuring.reading.entry import (
 from gonio.measuring.reading.formats import ENDINGS, stored_weights
 from gonio.measuring.reading.opened import CutOff, Opened, Problem, fill, gaps, intact
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
-from gonio.measuring.reading.pickles import record_start
+from gonio.measuring.reading.pickles import ARRAY, is_array, record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
-from gonio.measuring.reading.shards import PART, misplaced, parsed, weight_map
+from gonio.measuring.reading.shards import is_index, misplaced, of_one_part, of_parts, parsed, weight_map
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
 from gonio.measuring.reading.state_dicts import holders, leaves, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, of_module, optimizer_files
@@ -117,8 +117,10 @@ def inventory(source: object) -> Inventory:
     elif not (files[0].is_file() or files[0].is_dir()):
         raise absent(files[0])
     else:
-        found = _of_index(files[0]) if files[0].name.endswith(".index.json") else _of_file(files[0])
-    if not path.is_dir() or files[0] == path:
+        found = _of_index(files[0]) if is_index(files[0]) else _of_file(files[0])
+    if not path.is_dir():
+        return replace(found, notes=(*found.notes, *of_one_part(path)))
+    if files[0] == path:
         return found
     found = _with_optimizers(found, path, files)
     return replace(found, notes=(*found.notes, *left_out(path, [file for file in others if file not in found.files])))
@@ -209,13 +211,7 @@ def _of_files(files: list[Path]) -> tuple[dict[str, Inventory], list[Problem]]:
 def _of_parts(files: list[Path]) -> Inventory:
     """Parts without an index; their names say how many there are."""
     held, problems = _of_files(files)
-    expected = max(int(part[3]) for file in files if (part := PART.fullmatch(file.name)))
-    if expected != len(files):
-        problems.append(
-            Problem("G702", "", say("{count} of {expected} parts are there", count=len(files), expected=expected))
-        )
-    times = Counter(place.name for found in held.values() for place in found.places)
-    problems += [Problem("G703", name, say("stored in {n} files", n=n)) for name, n in times.items() if n > 1]
+    problems += of_parts(files, Counter(place.name for found in held.values() for place in found.places))
     places = tuple(place for found in held.values() for place in found.places)
     note = "the parts have no index: a missing tensor cannot be noticed"
     return Inventory(places, tuple(problems), (note,), tuple(files))
@@ -339,10 +335,14 @@ def _of_content(content: Any, file: str) -> Inventory:
     raw = optimizers_in(content, in_memory)
     starts = tuple(f"{one.place}.state.".removeprefix(".") for one in raw)
     for name, value in leaves(content, _DEPTH):
+        own = name.startswith(prefix) and name.removeprefix(prefix) in names
+        if is_array(value) and (own or not state):  # others are a trainer's, as the state of a random generator
+            array = name.removeprefix(prefix) if own else name
+            places.append(Place(array, file, "array of NumPy", (), beside=not own, reason=ARRAY))
+            continue
         if not isinstance(value, Tensor):
             others += not isinstance(value, (type(None), bool, int, float, str, bytes))
             continue
-        own = name.startswith(prefix) and name.removeprefix(prefix) in names
         place = _of_tensor(name.removeprefix(prefix) if own else name, value, file)
         places.append(replace(place, beside=not own, state=not own and name.startswith(starts)))
         problems += [Problem("G704", place.name, place.reason)] if place.damaged else []
@@ -375,6 +375,8 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a sharded tensor, what is here
     if is_lazy(local):
         return Place(name, file, "", (), reason="a lazy layer that has seen no input yet")
+    if local.is_nested:
+        return Place(name, file, str(local.dtype).removeprefix("torch."), (), reason=numbers_of(local).reason)
     if type(local).dequantize is not Tensor.dequantize:  # a quantised tensor of another library
         found = numbers_of(local)
         if found.tensor is None:

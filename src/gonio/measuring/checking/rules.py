@@ -178,7 +178,7 @@ def _equal_rows(t: TensorCheck) -> str | None:
 def _constant(t: TensorCheck) -> str | None:
     return (
         say("every value is {largest:.3g} or its negative", largest=t.largest)
-        if t.constant and not t.zero and is_matrix(t.shape) and not t.integers and not t.state
+        if t.constant and not t.zero and not t.nonfinite and is_matrix(t.shape) and not t.integers and not t.state
         else None
     )
 

@@ -26,7 +26,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from gonio.errors import UnreadableFileError
+from gonio.errors import GonioError, cause_of
 from gonio.execution import one_thread
 from gonio.measuring.checking.places import Place
 from gonio.measuring.figures.tensor import LISTED
@@ -163,8 +163,8 @@ def scan(place: Place, together: int = 1) -> TensorCheck:
                 chunk = statistics.chunk(last - first, stop - start)
                 read((first * columns + start) * dtype.itemsize, chunk.raw)
                 statistics.add(chunk, slice(first, last), start)
-    except UnreadableFileError as error:
-        return TensorCheck(**header | {"reason": str(error)})
+    except (GonioError, OSError) as error:
+        return TensorCheck(**header | {"reason": cause_of(error)})
     return TensorCheck(**header, **statistics.result(place.shape, factor))
 
 

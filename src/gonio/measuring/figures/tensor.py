@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import GonioError, first_line
+from gonio.errors import GonioError, cause_of
 from gonio.escaping import plain
 from gonio.execution import one_thread
 from gonio.geometry import (
@@ -40,6 +40,7 @@ from gonio.measuring.reading.entry import (
     TensorEntry,
     are_sinusoids,
     fills_up,
+    header_of,
     holds_variances,
     is_additive_mask,
     may_be_fixed,
@@ -301,7 +302,7 @@ def _guarded(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep:
             raise raw
         return _measured(entry, raw, extra_figures, deep=deep)
     except Exception as error:  # as in _loaded: a tensor's class may have code of its own too
-        return _row(entry, status="skipped", reason=f"cannot be read: {first_line(error, 300)}", marks=("failed",))
+        return _row(entry, status="skipped", reason=f"cannot be read: {cause_of(error)}", marks=("failed",))
 
 
 @one_thread()
@@ -346,8 +347,8 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
         return _row(entry, status="skipped", reason=f"not a tensor but {type(raw).__name__}")
     numbers = numbers_of(raw)
     tensor, notes = numbers.tensor, (*entry.notes, *numbers.notes)
-    known: dict[str, Any] = {"shape": tuple(raw.shape), "dtype": str(raw.dtype).removeprefix("torch.")}
-    known |= {"entries": raw.numel(), "marks": entry.marks}
+    shape, dtype = header_of(raw)
+    known: dict[str, Any] = {"shape": shape, "dtype": dtype, "entries": raw.numel(), "marks": entry.marks}
     if tensor is None:
         part = entry.role == "part"
         status = "skipped" if numbers.skipped and not part else "no filters"

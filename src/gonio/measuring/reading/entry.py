@@ -331,12 +331,10 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
         >>> clean_names(["module._orig_mod.fc.weight", "module.module.w"])
         {'module._orig_mod.fc.weight': 'fc.weight', 'module.module.w': 'module.w'}
     """
-    names = list(names)
-    shared = bool(names) and all(name.startswith("module.") for name in names)
-    cleaned = {}
-    for name in names:
-        parts = (name.removeprefix("module.") if shared else name).split(".")
-        cleaned[name] = ".".join(part for part in parts if part not in _WRAPPERS)
+    cleaned = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
+    names = list(cleaned)
+    if names and all(name.startswith("module.") for name in cleaned.values()):
+        cleaned = {name: kept.removeprefix("module.") for name, kept in cleaned.items()}
     unique = len(set(cleaned.values())) == len(cleaned)
     return cleaned if unique else {name: name for name in names}
 

@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from gonio.errors import import_extra
+from gonio.errors import UnreadableFileError, import_extra
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, read_tensor
@@ -63,6 +63,7 @@ _MOST_DIMS = 4  # GGML_MAX_DIMS
 _DEPTH = 4  # of arrays in arrays
 _CHUNK = 1 << 20  # entries that are dequantised together
 _PACKAGE = "gguf"
+_VERSIONS = (b"\2", b"\3")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def open_gguf(path: Path) -> Opened:
         UnreadableFileError: if the header is damaged, or of a version before 2 or of big-endian numbers.
         MissingExtraError: if it holds quantised tensors, and the package `gguf` is not installed.
     """
+    with path.open("rb") as file:
+        _check_version(path, file.read(8))
     with intact(path):
         with path.open("rb") as file:
             keys, infos, start = _header(file)
@@ -115,6 +118,17 @@ def open_gguf(path: Path) -> Opened:
     return found.opened(*notes)
 
 
+def _check_version(path: Path, start: bytes) -> None:
+    """Refuse an intact file of another version of the format, or of numbers with the highest byte first."""
+    version = start[4:]
+    if start[:4] != b"GGUF" or len(version) < 4 or version[:1] in _VERSIONS:
+        return
+    big = version[3:] in _VERSIONS and not any(version[:3])
+    found = "its numbers are stored with the highest byte first (big-endian)"
+    found = found if big else f"its version {int.from_bytes(version, 'little')} of GGUF is not read"
+    raise UnreadableFileError(str(path), found, "Versions 2 and 3 with little-endian numbers are: convert the model.")
+
+
 def _header(file: BinaryIO) -> tuple[dict[str, Any], list[_Info], int]:
     """The keys that are used here, the tensors, and the byte at which the data begin."""
 
@@ -125,7 +139,7 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], list[_Info], int]:
     if magic != b"GGUF":
         raise ValueError(f"it begins with {magic!r}, not with GGUF")
     if version not in (2, 3):
-        raise ValueError(f"its version {version} is not read: only 2 and 3 of little-endian numbers are")
+        raise ValueError(f"its version is {version}")
     tensors, count = numbers("QQ")
     keys: dict[str, Any] = {"general.alignment": 32}
     for _ in range(count):

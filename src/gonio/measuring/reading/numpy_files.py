@@ -12,10 +12,9 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from gonio.errors import UnreadableFileError
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import StoredTensor, dtype_named
-from gonio.measuring.reading.opened import Opened, intact
+from gonio.measuring.reading.entry import StoredTensor, dtype_named, no_dtype
+from gonio.measuring.reading.opened import Listing, Opened, intact
 
 _LARGEST_RATIO = 1100  # of the bytes of a member to those it is stored in; deflate reaches 1032
 
@@ -23,24 +22,28 @@ _LARGEST_RATIO = 1100  # of the bytes of a member to those it is stored in; defl
 def open_numpy(path: Path) -> Opened:
     """The arrays of an archive by their names. Headers are read, and no values yet.
 
-    The format is that of `numpy.lib.format`. A member that is of a dtype that torch does not have is an entry that
-    says so when it is read.
+    The format is that of `numpy.lib.format`. A member of a dtype that torch does not have is an entry that says so.
 
     Raises:
         UnreadableFileError: if the file is no archive, holds a name twice, or a member that is no array
             or has another size than its header says.
     """
-    stored: dict[str, StoredTensor] = {}
+    found = Listing()
     with intact(path), zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
-            if name in stored:
+            if name in found.stored or any(other.name == name for other in found.others):
                 raise ValueError(f"it holds {plain(name, longest=80)} twice")
-            stored[name] = _member(path, archive, info)
-    return Opened(stored)
+            held, said = _member(path, archive, info)
+            if said:
+                found.refuse(name, said, shape=held.shape, dtype=held.dtype)
+            else:
+                found.stored[name] = held
+    return found.opened()
 
 
-def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> StoredTensor:
+def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[StoredTensor, str]:
+    """A member by its header, and why its values cannot be read; empty if they can."""
     with archive.open(info) as file:
         version = npy.read_magic(file)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
@@ -55,15 +58,12 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Stor
     if info.file_size > _LARGEST_RATIO * min(info.compress_size, path.stat().st_size) + start:
         raise ValueError(f"{plain(info.filename, longest=80)} would unfold to {info.file_size} bytes")
     named = "objects of Python" if dtype.hasobject else dtype.name
-    load = partial(_read, path, info.filename, start, shape, dtype, by_columns)
-    return StoredTensor(shape, named, load)
+    said = "" if dtype_named(named) is not None else no_dtype(str(dtype))
+    said = "objects of Python, which are never unpickled" if dtype.hasobject else said
+    return StoredTensor(shape, named, partial(_read, path, info.filename, start, shape, dtype, by_columns)), said
 
 
 def _read(path: Path, member: str, start: int, shape: tuple[int, ...], dtype: numpy.dtype, by_columns: bool) -> Tensor:
-    known = None if dtype.hasobject else dtype_named(dtype.name)
-    if known is None:
-        held = "objects of Python, which are never unpickled" if dtype.hasobject else f"the dtype {dtype}"
-        raise UnreadableFileError(str(path), f"{plain(member)} holds {held}", "Save numbers of a plain dtype.")
     with intact(path), zipfile.ZipFile(path) as archive, archive.open(member) as file:
         raw = numpy.empty(prod(shape), dtype)
         file.read(start)

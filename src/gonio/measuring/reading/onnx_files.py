@@ -46,7 +46,8 @@ _FIELDS = {
     "complex64": ("float_data", 2),
     "complex128": ("double_data", 2),
 }
-_PACKED = ("INT4", "UINT4", "INT2", "UINT2", "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2")  # several entries to a byte
+_NIBBLES = {"INT4": "int8", "UINT4": "uint8"}  # two entries to a byte, and the dtype in which they are read
+_PACKED = ("INT2", "UINT2", "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2")  # several entries to a byte, not read
 _ALIGNMENT = 1 << 16  # bytes to which runtimes align external data
 _DEPTH = 8  # of operators that pass a weight on
 _ON_THE_RIGHT = {  # of products x · W
@@ -78,23 +79,27 @@ class _Reader(Listing):
             return
         kind = self.onnx.TensorProto.DataType.Name(tensor.data_type)
         dtype, shape = _DTYPES.get(kind, kind.lower()), tuple(tensor.dims)
-        known = None if kind in _PACKED else dtype_named(dtype)
+        known = None if kind in _PACKED else dtype_named("uint8" if kind in _NIBBLES else dtype)
+        laid = (-(-prod(shape) // 2),) if kind in _NIBBLES else shape  # of what is stored
         code, said, load, file = "G704", "", None, self.path.name
         if kind == "UNDEFINED" or any(n < 0 for n in shape) or tensor.HasField("segment"):
             said = f"its type is {kind} and its shape {list(shape)}"
         elif known is None:
             code, said = "", "texts are no numbers" if kind == "STRING" else f"its dtype {dtype} is not read"
         elif tensor.data_location == self.onnx.TensorProto.EXTERNAL:
-            code, said, load, file = self._external(name, tensor, shape, known)
+            code, said, load, file = self._external(name, tensor, laid, known)
         else:
-            said, load = self._inside(tensor, shape, known)
+            said, load = self._inside(tensor, laid, known)
+            load = partial(_from_bytes_in_numbers, tensor) if kind in _NIBBLES and not tensor.raw_data else load
             if not said and prod(shape) == 1 and known.is_floating_point and _is_infinite(load):
                 # where the search for a largest or smallest number begins
                 code, said = "", "a single infinite number, a constant of the graph"
         if said or load is None:
             self.refuse(name, said, code, shape=shape, dtype=dtype)
         else:
-            self.stored[name] = StoredTensor(shape, dtype, load, file=file, axes=self._axes(name, shape))
+            values = _NIBBLES.get(kind, "")
+            load = partial(_of_nibbles, load, shape, dtype_named(values)) if values else load
+            self.stored[name] = StoredTensor(shape, dtype, load, values, file=file, axes=self._axes(name, shape))
 
     def _inside(self, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, Any]:
         size, entries = prod(shape) * dtype.itemsize, prod(shape)
@@ -270,6 +275,21 @@ def _tensors(prefix: str, graph: Any, reader: _Reader) -> Iterator[tuple[str, An
             if fact.HasField("t"):
                 yield (f"{prefix}{node.output[0]}" if constant else f"{own}.{fact.name}"), fact.t
             yield from ((f"{own}.{fact.name}.{i}", tensor) for i, tensor in enumerate(fact.tensors))
+
+
+def _from_bytes_in_numbers(tensor: Any) -> Tensor:
+    return torch.tensor(list(tensor.int32_data), dtype=torch.int32).bitwise_and(0xFF).to(torch.uint8)
+
+
+def _of_nibbles(load: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Entries of 4 bits, the low bits of a byte first; those with a sign in two's complement.
+
+    References: onnx/onnx, onnx/onnx.proto, TensorProto.int32_data and raw_data; numpy_helper.to_array of the package.
+    """
+    packed = load()
+    codes = torch.stack((packed & 15, packed >> 4), -1).reshape(-1)[: prod(shape)].to(dtype)
+    codes = codes - 16 * (codes > 7).to(dtype) if dtype.is_signed else codes
+    return codes.reshape(shape)
 
 
 def _from_bytes(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -231,6 +232,8 @@ def misnamed(path: Path) -> UnreadableFileError | None:
     if path.suffix not in _TELLING:
         return None
     try:
+        if (instead := _stand_in(path)) is not None:
+            return UnreadableFileError(str(path), *instead)
         found = _kind(path)
     except Exception:  # a damaged archive may raise anything; the reader's own error says that it is damaged
         return None
@@ -239,6 +242,29 @@ def misnamed(path: Path) -> UnreadableFileError | None:
     kind, endings = found
     why = say("its content is that of {kind}, and its name ends in {suffix}", kind=kind, suffix=path.suffix)
     return UnreadableFileError(str(path), why, say("Rename it to {name}.", name=path.with_suffix(endings[0]).name))
+
+
+def _stand_in(path: Path) -> tuple[str, str] | None:
+    """What a file is that came in the place of a checkpoint, and what to do; None for any other."""
+    with path.open("rb") as file:
+        start = file.read(512)
+    if start.startswith(b"version https://git-lfs.github.com/spec/"):
+        return say("it is a pointer of Git LFS, not the file itself"), say("Fetch the file: git lfs pull.")
+    if start.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return say("it is a page of HTML, as a server sends instead of a file"), say("Download the file again.")
+    return packed_in(path)
+
+
+def packed_in(path: Path) -> tuple[str, str] | None:
+    """That a file is an archive of files (tar, also compressed), and what to do; None for any other."""
+    try:
+        with tarfile.open(path) as archive:
+            packed = archive.next() is not None  # a file of zeros is an empty archive too
+    except Exception:  # a damaged compressed one may raise anything
+        packed = False
+    return (
+        (say("it is an archive of files (tar)"), say("Unpack it, and name the checkpoint in it.")) if packed else None
+    )
 
 
 def _kind(path: Path) -> tuple[str, tuple[str, ...]] | None:

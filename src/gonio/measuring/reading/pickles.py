@@ -91,6 +91,7 @@ OF_SUBCLASSES = STORED_BY_PARTS | {
     *(f"{_MX}.{name}" for name in ("mx_tensor.QuantizeTensorToMXKwargs", "config.ScaleCalculationMode")),
     f"{_MX}.nvfp4_tensor.QuantizeTensorToNVFP4Kwargs",
 }
+_ARRAYS = frozenset(f"{module}.multiarray._reconstruct" for module in ("numpy.core", "numpy._core"))
 _BUILT_IN = "bool bytearray bytes complex dict float int list long object range slice str tuple".split()  # noqa: SIM905
 _NODES = "Any Boolean Bytes Enum Float Integer Path String".split()  # noqa: SIM905
 # Classes of the settings that trainers save beside a model: their objects become records, which nothing looks into.
@@ -159,6 +160,14 @@ def parts_of(value: Any) -> dict[str, StoredPart] | None:
     if getattr(function, "name", "") != _WRAPPER or getattr(kind, "name", "") not in STORED_BY_PARTS:
         return None
     return {name: one for name, one in dict(facts).items() if isinstance(one, StoredPart)}
+
+
+ARRAY = "an array of NumPy, which is not read from a file of torch"
+
+
+def is_array(value: Any) -> bool:
+    """Whether a record is that of an array of NumPy; random states of trainers have them inside of tuples too."""
+    return isinstance(value, Record) and value.name in _ARRAYS
 
 
 class ModuleState(dict[str, Any]):

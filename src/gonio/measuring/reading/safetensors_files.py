@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from gonio.measuring.reading.entry import StoredTensor
+from gonio.measuring.reading.entry import StoredTensor, TensorEntry, dtype_named, no_dtype
 from gonio.measuring.reading.opened import Opened, intact, read_tensor
 
 DTYPES = {
@@ -45,13 +45,16 @@ def open_safetensors(path: Path) -> Opened:
         with path.open("rb") as raw:
             (length,) = struct.unpack("<Q", raw.read(8))
             header = json.loads(raw.read(length))
-        stored, described = {}, _described(texts_of(header))
+        stored, others, described = {}, [], _described(texts_of(header))
         for name in names:
             shape, (begin, end) = tuple(header[name]["shape"]), header[name]["data_offsets"]
             dtype = DTYPES.get(header[name]["dtype"], header[name]["dtype"])
+            if dtype_named(dtype) is None:  # of 4 and 6 bits
+                others.append(TensorEntry.unread(name, no_dtype(dtype), shape, dtype))
+                continue
             load = partial(read_tensor, path, 8 + length + begin, end - begin, dtype, shape)
             stored[name] = StoredTensor(shape, dtype, load, described=described.get(name, {}))
-        return Opened(stored, metadata=texts_of(header))
+        return Opened(stored, tuple(others), metadata=texts_of(header))
 
 
 def texts_of(header: Mapping[str, Any]) -> dict[str, str]:

@@ -18,10 +18,10 @@ from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.hdf5_files import open_hdf5
 from gonio.measuring.reading.numpy_files import open_numpy
 from gonio.measuring.reading.onnx_files import open_onnx
-from gonio.measuring.reading.opened import Opened, Problem
+from gonio.measuring.reading.opened import Opened, Problem, packed_in
 from gonio.measuring.reading.safetensors_files import open_safetensors
 from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
-from gonio.messages import counted, say
+from gonio.messages import Message, counted, say
 
 OTHERS: dict[str, Callable[[Path], Opened]] = {
     ".safetensors": open_safetensors,
@@ -31,7 +31,13 @@ OTHERS: dict[str, Callable[[Path], Opened]] = {
     ".msgpack": open_flax,
     ".npz": open_numpy,
 }
+_INDEX = re.compile(r".+\.index(\.[\w-]+)?\.json")  # of a variant its name comes before the end: `index.fp16.json`
 KINDS = (".safetensors", ".safetensors.index.json", *SUFFIXES, *(kind for kind in OTHERS if kind != ".safetensors"))
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is an index of shards, by its name."""
+    return _INDEX.fullmatch(path.name) is not None
 
 
 def open_single(path: Path, key: str = "") -> Opened:
@@ -47,9 +53,8 @@ def open_single(path: Path, key: str = "") -> Opened:
     if path.suffix in SUFFIXES:
         return open_torch(path, key)
     if path.suffix not in OTHERS:
-        raise UnreadableFileError(
-            str(path), f"its kind {path.suffix!r} is not known", f"Known kinds: {', '.join(KINDS)}."
-        )
+        known = f"its kind {path.suffix!r} is not known", f"Known kinds: {', '.join(KINDS)}."
+        raise UnreadableFileError(str(path), *(packed_in(path) or known))
     if key:
         raise InvalidArgumentError("a key names a state dict in a checkpoint of torch", path.name, "Leave the key out.")
     return OTHERS[path.suffix](path)
@@ -184,16 +189,34 @@ def open_parts(files: list[Path]) -> Opened:
     """The tensors of parts without an index; the names of the parts tell how many there should be."""
     parts: list[Opened] = []
     notes = ["the parts have no index: what is missing cannot be told"]
+    times: Counter[str] = Counter()
     for file in files:
         opened = _shard(file)
         if isinstance(opened, str):
             raise UnreadableFileError(str(file), opened, "Copy or download it again.")
-        known = {name for part in parts for name in part.names}
-        twice = [plain(name) for name in opened.names if name in known]
+        twice = [plain(name) for name in opened.names if name in times]
         notes += [f"in several parts, read from the first: {listing(twice, limit=4)}"] if twice else []
+        times.update(opened.names)
         parts.append(opened)
     whole = Opened.of_parts(parts)
-    expected = int(files[0].stem.rpartition("-of-")[2])
+    return replace(whole, notes=(*notes, *whole.notes), problems=(*of_parts(files, times), *whole.problems))
+
+
+def of_parts(files: Sequence[Path], times: Mapping[str, int]) -> Iterator[Problem]:
+    """What is wrong with parts without an index; their names say how many there are.
+
+    Args:
+        times: in how many of them a tensor of each name is.
+    """
+    expected = max(int(part[3]) for file in files if (part := PART.fullmatch(file.name)))
     if expected != len(files):
-        notes.append(f"{len(files)} of {expected} parts are there")
-    return replace(whole, notes=(*notes, *whole.notes))
+        yield Problem("G702", "", say("{count} of {expected} parts are there", count=len(files), expected=expected))
+    yield from (Problem("G703", name, say("stored in {n} files", n=n)) for name, n in times.items() if n > 1)
+
+
+def of_one_part(path: Path) -> tuple[Message, ...]:
+    """A note on a file that its name calls one of several parts; none for another one."""
+    part = PART.fullmatch(path.name)
+    if part is None or int(part[3]) < 2:
+        return ()
+    return (say("one of {n} parts: the others are read with it if their folder or index is named", n=int(part[3])),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -59,7 +60,17 @@ from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.opened import Opened, Problem, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
-from gonio.measuring.reading.shards import KINDS, OTHERS, PART, open_parts, open_shards, open_single, weight_map
+from gonio.measuring.reading.shards import (
+    KINDS,
+    OTHERS,
+    PART,
+    is_index,
+    of_one_part,
+    open_parts,
+    open_shards,
+    open_single,
+    weight_map,
+)
 from gonio.measuring.reading.state_dicts import open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.messages import Message, joined, say
@@ -75,7 +86,8 @@ _STANDARD = frozenset(
 _MODELS = (*SUFFIXES, *OTHERS)
 # Of a folder's files, the kinds in the order in which one is the model.
 _PATTERNS = (
-    *("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pt", "*.pth"),
+    *("*.safetensors.index.json", "*.safetensors.index.*.json", "*.safetensors"),
+    *("*.bin.index.json", "*.bin.index.*.json", "*.bin", "*.pt", "*.pth"),
     *(f"*{suffix}" for suffix in OTHERS if suffix != ".safetensors"),
 )
 
@@ -324,6 +336,8 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, C
     if path.is_dir() and files[0] != path:
         opened, states = _with_optimizer(opened, path, files)
         opened = replace(opened, notes=(*opened.notes, *left_out(path, [f for f in others if f not in states])))
+    if not path.is_dir():
+        opened = replace(opened, notes=(*opened.notes, *of_one_part(path)))
     return opened, Configurations.in_folder(path if path.is_dir() else path.parent)
 
 
@@ -431,7 +445,7 @@ def open_file(path: Path, key: str = "") -> Opened:
         return open_universal(path) if is_universal(path) else open_zero(path)
     if not path.is_file():
         raise absent(path)
-    return open_shards(path) if path.name.endswith(".index.json") else open_single(path, key)
+    return open_shards(path) if is_index(path) else open_single(path, key)
 
 
 def is_whole(folder: Path) -> bool:
@@ -446,18 +460,27 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
     """
     if is_whole(folder):
         return [folder], []
+    every = sorted({file for pattern in _PATTERNS for file in folder.glob(pattern)})
     for pattern in _PATTERNS:
-        found = sorted(folder.glob(pattern))
+        found = [file for file in every if file.match(pattern)]
         parts = [PART.fullmatch(file.name) for file in found]
         if len(found) == 1 or (all(parts) and len({(m[1], m[3], m[4]) for m in parts if m}) == 1):
-            return found, []
+            return found, _beside(every, found)
         if standard := [file for file in found if file.name in _STANDARD]:
-            return standard[:1], [file for file in found if file != standard[0]]
+            return standard[:1], _beside(every, standard[:1])
         if found:
-            every = sorted({file for kind in _PATTERNS for file in folder.glob(kind)})
             names = listing([plain(file.name) for file in every], limit=8)
             raise UnreadableFileError(str(folder), say("it holds several: {names}", names=names), "Name one of them.")
     raise _no_checkpoint(folder)
+
+
+def _beside(every: Iterable[Path], model: Collection[Path]) -> list[Path]:
+    """The files of known kinds that are neither the model nor a shard that its index names."""
+    shards: set[str] = set()
+    for index in filter(is_index, model):
+        with suppress(GonioError):  # whoever reads the index says what is wrong with it
+            shards |= {*weight_map(index)[0].values()}
+    return [file for file in every if file not in model and file.name not in shards]
 
 
 def files_read(source: Source) -> Iterator[tuple[str, Path]]:
@@ -472,11 +495,11 @@ def files_read(source: Source) -> Iterator[tuple[str, Path]]:
     for file in files_in(path)[0] if path.is_dir() else [path]:
         if file.is_dir() and is_whole(file):
             yield from ((each.relative_to(file).as_posix(), each) for each in sorted(file.rglob("*")) if each.is_file())
-        elif file.suffix == ".onnx" or not file.name.endswith(KINDS):
+        elif file.suffix == ".onnx" or not (file.name.endswith(KINDS) or is_index(file)):
             raise OSError("its values may lie in other files")
         else:
             yield file.name, file
-            if file.name.endswith(".index.json"):
+            if is_index(file):
                 shards = sorted({*weight_map(file)[0].values()})
                 yield from ((shard, file.parent / shard) for shard in shards if (file.parent / shard).exists())
     yield from ((name, folder / name) for name in CONFIGURATIONS if (folder / name).is_file())

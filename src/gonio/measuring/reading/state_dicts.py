@@ -20,6 +20,7 @@ from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
 from gonio.measuring.reading.opened import Opened
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in, shape_of
+from gonio.measuring.reading.pickles import ARRAY, Record, is_array
 from gonio.messages import Message, say
 
 # The keys under which trainers store the weights, most trusted first; averages of the weights last.
@@ -151,12 +152,15 @@ def twins(shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
 
 
 def _no_state(content: Any, what: str) -> InvalidArgumentError:
-    held, do = type(content).__name__, f"Pass the state dict itself, or store it under one of: {', '.join(_KEYS)}."
+    held = content.name if isinstance(content, Record) else type(content).__name__
+    held, do = plain(held, longest=200), f"Pass the state dict itself, or store it under one of: {', '.join(_KEYS)}."
     if isinstance(content, Mapping):
         held = f"a mapping with the keys [{shorten_list(content, repr)}]"
         if places := list(holders(content)):
             named = [_without_known(at.removeprefix(".")) for at, _ in by_form(content)]
             do = "Pass them with their names, as a mapping: a list has none."
+            if content.keys() >= FORM:
+                held, do = "the state of an optimizer, and no weights", "Pass the weights, or the folder with both."
             if named:
                 do = f"Name the one to measure (--key {named[0]} on the command line), or pass it alone."
             do += f" Tensors are under: {shorten_list(places, repr)}."
@@ -276,8 +280,9 @@ def open_state(found: Found, raw: Sequence[Raw], read: Callable[[Any], Tensor] |
             pairs = zip(("weight", "bias"), value, strict=False)
             packed |= {f"{path}.{last}": StoredTensor.of(one) for last, one in pairs if isinstance(one, Tensor)}
         elif value is not None:
-            kind = type(value).__name__
-            others.append(TensorEntry(str(name), kind, None, None, f"not a tensor but {kind}"))
+            kind = value.name if isinstance(value, Record) else type(value).__name__
+            reason = ARRAY if is_array(value) else f"not a tensor but {plain(kind, longest=200)}"
+            others.append(TensorEntry(str(name), kind, None, None, reason))
     notes = [say("read from {key} of the checkpoint", key=repr(plain(found.place)))] if found.place else []
     notes += _of_twins(found, {name: tensor.shape for name, tensor in stored.items()}, in_file=read is not None)
     places = {one.place for one in raw}

@@ -37,6 +37,7 @@ from gonio.messages import Message, say
 SUFFIXES = TORCH
 _CLASS = re.compile(r"GLOBAL ([\w.]{1,200}) (?:was not an allowed global|whose module)")  # in errors of torch's reader
 _OTHER = re.compile(r"it holds (an object of|a tensor of the subclass) ([\w.]{1,200})")  # of the reader of pickles here
+_OPCODE = "Unsupported operand"  # in errors of torch's reader: of a protocol of pickle that it does not take
 _PARTS_OF_A_PROCESS = "must be imported to load DTensors"  # in errors of torch's reader
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 _DEPTH = 64  # of containers in which objects that are not read are looked for
@@ -187,7 +188,7 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle provokes almost any of them
         other = error
-        if _CLASS.search(str(error)) and zipfile.is_zipfile(path):
+        if (_CLASS.search(str(error)) or _OPCODE in str(error)) and zipfile.is_zipfile(path):
             try:
                 return _as_data(path)
             except Exception as raised:
@@ -290,19 +291,29 @@ def _is_archive(path: Path) -> bool:
     """Whether the file is a zip archive.
 
     Raises:
-        UnreadableFileError: for TorchScript, and for another archive that unpacks to more than its size. torch.save
-            stores without compression, so that no file of it does.
+        UnreadableFileError: for TorchScript and programs of torch.export, and for an archive with compressed records,
+            or one that unpacks to more than its size. torch.save stores without compression, so that no file of it
+            does; torch maps a compressed record into memory as if its bytes were the values.
     """
     with intact(path):
         if not zipfile.is_zipfile(path):
             return False
         with zipfile.ZipFile(path) as archive:
-            unfolded = sum(info.file_size for info in archive.infolist())
-            scripted = any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in archive.namelist())
+            infos, names = archive.infolist(), archive.namelist()
+        unfolded = sum(info.file_size for info in infos)
+        scripted = any(name.count("/") == 1 and name.endswith("/constants.pkl") for name in names)
+        saved = any(name.endswith("data.pkl") for name in names)
+        exported = any(name.endswith(("serialized_exported_program.json", "/archive_format")) for name in names)
+    if exported and not saved:
+        do = "Load it with torch.export.load, and save its state_dict."
+        raise UnreadableFileError(str(path), "it is a program of torch.export: code beside its tensors", do)
     if scripted:
         do = "Load it with torch.jit.load, and save its state_dict()."
         raise UnreadableFileError(str(path), "it is a TorchScript archive: code beside its tensors", do)
     if unfolded > path.stat().st_size:
         said = f"its archive would unfold to {unfolded} bytes"
         raise UnreadableFileError(str(path), said, "Such a file is not written by torch.save.")
+    if saved and any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        said = "the records of its archive are compressed, as torch.save does not write them"
+        raise UnreadableFileError(str(path), said, "Read it with torch.load, and save it again with torch.save.")
     return True
