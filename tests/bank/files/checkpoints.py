@@ -7,6 +7,7 @@ import collections
 import copy
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,28 @@ def distributed(folder: Path) -> File:
     return File(source=folder, weights=WEIGHTS)
 
 
+def compressed(folder: Path) -> File:
+    """An archive packed again: random weights do not shrink, so that it is no smaller than what it unfolds to."""
+    torch.save(STATE, folder / "plain.pt")
+    with (
+        zipfile.ZipFile(folder / "plain.pt") as plain,
+        zipfile.ZipFile(folder / "m.pt", "w", zipfile.ZIP_DEFLATED) as m,
+    ):
+        for name in plain.namelist():
+            m.writestr(name, plain.read(name))
+        m.writestr("plain/pad", np.random.default_rng(0).bytes(8192))
+    return File(source=folder / "m.pt", error="records of its archive are compressed")
+
+
+def variant(folder: Path) -> File:
+    """The index has the name of the variant before its end, its shards have it before their number."""
+    shard = "model.fp16-00001-of-00001.safetensors"
+    save_file(STATE, folder / shard)
+    index = {"weight_map": dict.fromkeys(STATE, shard)}
+    (folder / "model.safetensors.index.fp16.json").write_text(json.dumps(index))
+    return File(source=folder, weights=WEIGHTS)
+
+
 def onnx_model(folder: Path) -> File:
     program = torch.onnx.export(model().eval(), (torch.ones(1, 3, 8, 8),), dynamo=True, verbose=False, optimize=False)
     assert program is not None
@@ -358,6 +381,11 @@ CASES: dict[str, Case] = {
     "GGUF": Case("llama.cpp", gguf_file),
     "GGUF, cut off": Case("llama.cpp", raw("model.gguf", b"GGUF\x03", "it ends in its header")),
     "Keras, cut off": Case("Keras", raw("model.h5", b"\x89HDF", "it is not an intact file|needs the package 'h5py'")),
+    "GGUF, big-endian": Case("llama.cpp", raw("model.gguf", b"GGUF\0\0\0\3" + bytes(64), "the highest byte first")),
+    "protocol 4 of pickle": Case("torch.save", saved(STATE, pickle_protocol=4)),
+    "compressed records": Case("zip", compressed),
+    "the index of a variant": Case("diffusers", variant),
+    "a pointer of Git LFS": Case("Git LFS", raw("model.pt", b"version https://git-lfs.github.com/spec/v1", "Git LFS")),
     "an archive of NumPy": Case("NumPy", numpy_archive),
     "an unknown ending": Case("users", broken_link),
     "a list of tensors": Case("torch.save", saved([normal(3, 3)], error="looks for named tensors")),

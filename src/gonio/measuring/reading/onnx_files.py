@@ -46,7 +46,7 @@ _FIELDS = {
     "complex64": ("float_data", 2),
     "complex128": ("double_data", 2),
 }
-_NIBBLES = {"INT4": "int8", "UINT4": "uint8"}  # two entries to a byte, and the dtype in which they are read
+_NIBBLES = {"INT4": torch.int8, "UINT4": torch.uint8}  # two entries to a byte, and the dtype in which they are read
 _PACKED = ("INT2", "UINT2", "FLOAT4E2M1", "FLOAT6E2M3", "FLOAT6E3M2")  # several entries to a byte, not read
 _ALIGNMENT = 1 << 16  # bytes to which runtimes align external data
 _DEPTH = 8  # of operators that pass a weight on
@@ -97,9 +97,10 @@ class _Reader(Listing):
         if said or load is None:
             self.refuse(name, said, code, shape=shape, dtype=dtype)
         else:
-            values = _NIBBLES.get(kind, "")
-            load = partial(_of_nibbles, load, shape, dtype_named(values)) if values else load
-            self.stored[name] = StoredTensor(shape, dtype, load, values, file=file, axes=self._axes(name, shape))
+            values, axes = _NIBBLES.get(kind), self._axes(name, shape)
+            load = load if values is None else partial(_of_nibbles, load, shape, values)
+            read_as = "" if values is None else str(values).removeprefix("torch.")
+            self.stored[name] = StoredTensor(shape, dtype, load, read_as, file=file, axes=axes)
 
     def _inside(self, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, Any]:
         size, entries = prod(shape) * dtype.itemsize, prod(shape)
