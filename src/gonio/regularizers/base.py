@@ -161,7 +161,7 @@ class WeightRegularizer(Regularizer):
             return found
         evaluation, gradient = found
         if not layout.transposed:
-            return evaluation, gradient.view(weight.shape)
+            return evaluation, gradient.reshape(weight.shape)
         return evaluation, unview(gradient if gradient.dim() > 2 else gradient.unsqueeze(0), weight.shape, layout)
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------

@@ -133,7 +133,7 @@ def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...],
             yield (batch, *declared[key]), 0
     match _first_layer(model):
         case nn.modules.conv._ConvNd() as conv:
-            shapes = [(batch, conv.in_channels, *[size] * (conv.weight.dim() - 2)) for size in _SIZES]
+            shapes = [(batch, conv.in_channels, *[size] * len(conv.kernel_size)) for size in _SIZES]
             yield from ((shape, 0) for shape in shapes if prod(shape) <= _MOST_ENTRIES)
             if isinstance(conv, nn.Conv1d) and conv.in_channels == 1:  # models of sound, which add the axis themselves
                 yield (batch, _SAMPLES), 0

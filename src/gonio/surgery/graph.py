@@ -27,6 +27,7 @@ from gonio.editing.twin import in_mode, twin_of, without_wrappers
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
+from gonio.parametrizations.mechanism import without_steps
 from gonio.seeding import state_kept
 from gonio.surgery.facts import (
     ACTIVATIONS,
@@ -144,7 +145,9 @@ class Graph:
             return say("{path}: {why}", path=path, why=fixed(why))
         if self.call_counts[path] > 1:
             return say("{path} runs more than once", path=path)
-        if module._parameters.get("weight") is not getattr(module, "weight", None):
+        with without_steps(module):
+            computed = module._parameters.get("weight") is not getattr(module, "weight", None)
+        if computed:
             return say("{path} has a parametrized weight", path=path)
         if self.shares_parameters(module):
             return say("{path} shares its weight", path=path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
-from gonio.editing.twin import evaluating
+from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import Site, Where, left_out, modules_at, refuse_meta, refuse_shards, select, sites, why_not
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
@@ -164,7 +163,7 @@ def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
     moments = _Moments()
 
     def add(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], _output: Tensor) -> None:
-        own, ones = copy.deepcopy(module), copy.deepcopy(module)
+        own, ones = copy_of(module), copy_of(module)
         ones.weight.fill_(1.0)  # type: ignore[operator]
         for each in (own, ones):
             if each.bias is not None:
