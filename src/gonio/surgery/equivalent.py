@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from gonio.editing.edit import Edit
 from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import require_model, sites, unwrapped
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line, with_article
 from gonio.messages import Message, say
 from gonio.seeding import generator
 from gonio.surgery.facts import facts_of
@@ -180,7 +180,8 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
                 hooks.enter_context(site.module.register_forward_hook(lambda *_: last.clear()))  # it takes its input
         try:
             call(plain, example)
-        except Exception:
+        except Exception as error:
+            raised = error
             path, module, given = last[0] if last else ("", plain, torch.empty(0))
         else:
             return "", ""
@@ -188,6 +189,13 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         found = say("no tensor, but {kind}", kind=type(leaves[0]).__name__ if leaves else type(example).__name__)
         return found, say("Give tensors; torch.from_numpy(array) makes one of an array.")
+    kind_fits = isinstance(raised, (TypeError, AttributeError)) and isinstance(example, (list, tuple))
+    entries = example if kind_fits and not last else ()
+    if (nested := next((each for each in entries if isinstance(each, (list, tuple))), None)) is not None:
+        wanted_names = ", ".join(inspect.signature(plain.forward).parameters)
+        inside = f"{with_article(type(nested).__name__)} of {len(nested)} inside of the example"
+        inside += f", with which the model raises {first_line(raised, kind=True)}"
+        return inside.rstrip("."), f"Give the arguments of the model's forward ({wanted_names}) themselves, as a tuple."
     if isinstance(module, _TABLES):
         return _no_indices(path, given, module.num_embeddings)
     if last and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dtype != given.dtype:
