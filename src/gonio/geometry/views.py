@@ -172,7 +172,7 @@ def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: Vie
 
     See also: :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
     """
-    weight = weight if isinstance(weight, Tensor) else torch.as_tensor(weight)
+    weight = weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device="cpu")
     check_shape(weight.shape, layout)
     if view not in VIEWS:
         raise InvalidArgumentError(
@@ -206,7 +206,11 @@ def unview(
         >>> torch.equal(gonio.geometry.unview(rows, weight.shape, view="taps"), weight)
         True
     """
-    matrix, shape = torch.as_tensor(matrix), torch.Size(shape)
+    given = matrix if isinstance(matrix, Tensor) else torch.as_tensor(matrix, device="cpu")
+    return _unviewed(given, torch.Size(shape), layout, view)
+
+
+def _unviewed(matrix: Tensor, shape: torch.Size, layout: Layout, view: View) -> Tensor:
     expected = tuple(matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape)
     if tuple(matrix.shape) != expected:
         raise InvalidArgumentError(
@@ -218,7 +222,7 @@ def unview(
         return matrix.reshape(shape)
     if view == "taps":
         matrix = matrix.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
-    return from_matrices(torch.as_tensor(matrix), shape, layout)
+    return from_matrices(matrix, shape, layout)
 
 
 def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor:

@@ -219,7 +219,7 @@ def _outputs_of_one(bounds: UpperBounds, points: Tensor) -> Any:
 
 def _reference(network: nn.Module) -> Tensor:
     tensors = (*network.parameters(), *network.buffers())
-    return next((p for p in tensors if p.is_floating_point()), torch.zeros((), dtype=torch.float64))
+    return next((p for p in tensors if p.is_floating_point()), torch.zeros((), dtype=torch.float64, device="cpu"))
 
 
 def _head_of(graph: Graph, upper: dict[fx.Node, float]) -> tuple[Tensor, float] | None:
@@ -288,7 +288,7 @@ def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> t
 
     x = points.clone()
     length = _PAIRS * size(x).mean().clamp(min=1e-3)
-    apart = torch.randn(x.shape, generator=generator(seed, "certify"), dtype=x.dtype).to(x)
+    apart = torch.randn(x.shape, generator=generator(seed, "certify"), dtype=x.dtype, device="cpu").to(x)
     best, found = -1.0, (x[:1], x[:1] + apart[:1])
     for step in range(steps):
         last = step >= steps // 2

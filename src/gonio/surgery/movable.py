@@ -148,11 +148,13 @@ class LeastSum:
     """
 
     def __init__(self, variables: list[ScaleVariable]) -> None:
-        self.scales = {v: torch.ones(v.channels, dtype=torch.float64) for v in variables}
+        self.scales = {v: torch.ones(v.channels, dtype=torch.float64, device="cpu") for v in variables}
         parts = [part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))]
         self.layers = list(dict.fromkeys(parts))
-        self.rows = {layer: torch.ones(layer.out_channels, dtype=torch.float64) for layer in self.layers}
-        self.columns = {layer: torch.ones(layer.in_channels, dtype=torch.float64) for layer in self.layers}
+        self.rows = {layer: torch.ones(layer.out_channels, dtype=torch.float64, device="cpu") for layer in self.layers}
+        self.columns = {
+            layer: torch.ones(layer.in_channels, dtype=torch.float64, device="cpu") for layer in self.layers
+        }
         self.lengthened = _over_relaxation(variables)
         self.before = self.after = self.sum_of_squares()
         self.converged = False

@@ -273,7 +273,11 @@ def _products(change: StoredDifference, norm: float, moved: float, name: str) ->
     groups, n, d = change.shape
     if n < 2 or not norm:
         return {}
-    rows = slice(None) if n <= FILTERS else torch.randperm(n, generator=generator(0, "products", name))[:SAMPLED]
+    rows = (
+        slice(None)
+        if n <= FILTERS
+        else torch.randperm(n, generator=generator(0, "products", name), device="cpu")[:SAMPLED]
+    )
     difference = own = kept = 0.0
     share = moved / norm
     for one in change:
@@ -329,7 +333,7 @@ def _intruders_by_chance(bases: Sequence[BaseDirections], before: Tensor, moved:
     _, n, d = before.shape
     places: list[int] = []
     for i, (base, old) in enumerate(zip(bases, before, strict=True)):
-        draw = torch.randn(n, d, generator=generator(0, "random change", name, i))
+        draw = torch.randn(n, d, generator=generator(0, "random change", name, i), device="cpu")
         changed = draw.to(old.device, computed_in(old.dtype)).mul_(moved / sqrt(before.numel())).add_(old)
         places += base.intruders(changed).numbers
     return places

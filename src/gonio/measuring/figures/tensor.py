@@ -500,7 +500,7 @@ def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple
             continue
         wide = zero_nonfinite(matrix.to(computed_in(matrix.dtype)))
         earliest = earliest_parallel(wide, cosine=1 - ROUNDING)
-        copies = (earliest < torch.arange(n)).nonzero().flatten()
+        copies = (earliest < torch.arange(n, device="cpu")).nonzero().flatten()
         found += zip((copies + index * n).tolist(), (earliest[copies] + index * n).tolist(), strict=True)
     return tuple(found) or (pairs.closest[::-1],)
 
