@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -270,9 +271,9 @@ def cost_text(found: ClaimResult) -> str:
     return joined(said)
 
 
-def claim_explanation(claim: Claim) -> str:
-    """Everything that a claim says about itself, for a terminal."""
-    verdict, effect = recorded(claim.name)
+def claim_explanation(claim: Claim, called: str = "") -> str:
+    """Everything that a claim says about itself, for a terminal; `called`: its file or PACKAGE:NAME, if it has one."""
+    verdict, effect = recorded(called or claim.name)
     document = "" if claim.seed == "other" else f" ({claim.seed}: {local(SEEDS[claim.seed])})"
     lines = [
         say("{name}: {text}", name=claim.name, text=sentence_of(claim)),
@@ -293,7 +294,7 @@ def claim_explanation(claim: Claim) -> str:
         lines += [say("fair test: {rules}", rules="; ".join(f"{key}: {value}" for key, value in fair.items()))]
     if not claim.not_tried:
         lines += [say("measured: {measure}; {confirmed}", measure=claim.measure, confirmed=claimed_text(claim))]
-        lines += [say("try it: {command}", command=f"gonio reproduce {claim.name}")]
+        lines += [say("try it: {command}", command=f"gonio reproduce {shlex.quote(called or claim.name)}")]
     return redact("\n".join(map(local, lines)))
 
 
