@@ -144,6 +144,9 @@ def check_settings(settings: Mapping[str, Any], ranges: Mapping[str, Range] = RA
         if value is None or name not in ranges:
             continue
         said, holds = ranges[name]
+        number = ranges[name] in (POSITIVE, NOT_NEGATIVE, SHARE)
+        if number and (isinstance(value, bool) or not isinstance(value, (int, float))):  # a tensor passes as a number
+            raise InvalidArgumentError(f"{name} must be {said}", repr(value), "Give a number of Python.")
         if ranges[name] in (POSITIVE, NOT_NEGATIVE):
             check_range("training", **{name: value})
         if not holds(value):
