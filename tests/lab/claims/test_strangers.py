@@ -14,7 +14,7 @@ from gonio.errors import ClaimError, InvalidArgumentError, PlanChangedError, Rec
 from gonio.lab.claims import CHOICE_SEEDS, Claim, ClaimOptions, as_data, from_data, load_claim, plan_claim, try_claims
 from gonio.lab.claims.claim import read_claim
 from gonio.lab.running.measures import measures
-from gonio.lab.showing.claims import claim_explanation
+from gonio.lab.showing.claims import claim_explanation, claimed_text
 from gonio.lab.tasks import resolve
 
 ARMS = [{"name": "plain"}, {"name": "method", "recipe": {"init": [{"where": "type:Linear", "use": "he_"}]}}]
@@ -263,3 +263,12 @@ def test_a_claim_of_two_packages_is_none_of_them(site: Path) -> None:
         load_claim("one:bomb")
     with pytest.raises(UnknownNameError, match="one:slower"):
         load_claim("one:slower")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({}, "at least 1 point."), ({"measure": "angle_spread", "sesoi": 0.5}, "at least 0.5 degrees."),
+     ({"setting": ALONE, **IDENTITY}, "at least 0.5 %.")],
+)  # fmt: skip
+def test_the_smallest_effect_has_its_unit(fields: dict[str, Any], told: str) -> None:
+    assert claimed_text(claim(**fields)).endswith(told)
