@@ -149,7 +149,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
             say("{source} without adapters that are read", source=name_of(source)),
-            "Pass the adapters first and the model that they adapt as base, or no base; gonio.difference(base, after) "
+            "Pass the adapters first and the model that they adapt as base, or no base; gonio.measuring.difference "
             "and `gonio measure BASE AFTER` compare two checkpoints.",
         )
     if adapters:
