@@ -13,7 +13,7 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, check_folders, print_err, print_out, save, show, users_code
 from gonio.errors import InvalidArgumentError
-from gonio.escaping import aligned
+from gonio.escaping import aligned, write_text
 from gonio.messages import counted, local, say
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _run(
     """Run the studies, show the verdicts and write the page."""
     from gonio.lab import watcher_for
     from gonio.lab.claims import claims_in, try_claims
-    from gonio.lab.showing.claims import claim_line, claims_json, claims_text, write_claims_html
+    from gonio.lab.showing.claims import claim_line, claims_html, claims_json, claims_text
 
     if not claims:
         raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")
@@ -173,7 +173,8 @@ def _run(
     show(claims_text(found))
     # claims of earlier calls stay on the page: no verdict depends on which were tried together
     every = claims_in(output) or found
-    print_out(say("\npage: {page}", page=write_claims_html(replace(every, command=command), output / "claims.html")))
+    page = write_text(claims_html(replace(every, command=command)), output / "claims.html")
+    print_out(say("\npage: {page}", page=page))
     if json is not None:
         save(claims_json(found), json, "JSON")
     if chosen.model is None:
