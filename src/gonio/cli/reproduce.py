@@ -38,12 +38,6 @@ _Seeds = Annotated[
 _FirstSeed = Annotated[
     int, typer.Option("--first-seed", help="First seed. Choose new seeds to repeat independently.", min=0, max=2**62)
 ]
-_Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", help="Runs at the same time, on each GPU; default: one per core or GPU.", min=1, metavar="J"
-    ),
-]
 _Device = Annotated[
     str, typer.Option("--device", help="What the runs compute on: cpu, cuda, cuda:N or mps.", metavar="DEVICE")
 ]
@@ -66,7 +60,7 @@ def reproduce(
     full: _Full = False,
     seeds: _Seeds = None,
     first_seed: _FirstSeed = 0,
-    jobs: _Jobs = None,
+    jobs: options.Runs = None,
     device: _Device = "cpu",
     task: _Task = None,
     model: _Model = None,
