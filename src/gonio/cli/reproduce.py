@@ -13,7 +13,7 @@ import typer
 from gonio.cli import options
 from gonio.cli.app import ExitCode, check_folders, print_err, print_out, save, show, users_code
 from gonio.errors import GonioError, InvalidArgumentError
-from gonio.escaping import aligned
+from gonio.escaping import aligned, write_text
 from gonio.messages import counted, local, say
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ _Seeds = Annotated[
 _FirstSeed = Annotated[
     int, typer.Option("--first-seed", help="First seed. Choose new seeds to repeat independently.", min=0, max=2**62)
 ]
-_Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", help="Runs at the same time, on each GPU; default: one per core or GPU.", min=1, metavar="J"
-    ),
-]
 _Device = Annotated[
     str, typer.Option("--device", help="What the runs compute on: cpu, cuda, cuda:N or mps.", metavar="DEVICE")
 ]
@@ -66,7 +60,7 @@ def reproduce(
     full: _Full = False,
     seeds: _Seeds = None,
     first_seed: _FirstSeed = 0,
-    jobs: _Jobs = None,
+    jobs: options.Runs = None,
     device: _Device = "cpu",
     task: _Task = None,
     model: _Model = None,
@@ -177,7 +171,7 @@ def _run(
     """Run the studies, show the verdicts and write the page."""
     from gonio.lab import watcher_for
     from gonio.lab.claims import claims_in, try_claims
-    from gonio.lab.showing.claims import claim_line, claims_json, claims_text, write_claims_html
+    from gonio.lab.showing.claims import claim_line, claims_html, claims_json, claims_text
 
     if not claims:
         raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")
@@ -190,7 +184,8 @@ def _run(
     show(claims_text(found))
     # claims of earlier calls stay on the page: no verdict depends on which were tried together
     every = claims_in(output) or found
-    print_out(say("\npage: {page}", page=write_claims_html(replace(every, command=command), output / "claims.html")))
+    page = write_text(claims_html(replace(every, command=command)), output / "claims.html")
+    print_out(say("\npage: {page}", page=page))
     if json is not None:
         save(claims_json(found), json, "JSON")
     if chosen.model is None:

@@ -193,6 +193,11 @@ def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: Vie
     return filters.flatten(3).movedim(-1, 1).flatten(0, 1) if weight.ndim > 2 else filters
 
 
+def view_shape(shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters") -> torch.Size:
+    """The shape of :func:`matrix_view` of a weight of this shape: the numbers of matrices, rows and columns."""
+    return matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape
+
+
 def unview(
     matrix: Tensor | ArrayLike, shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters"
 ) -> Tensor:
@@ -207,7 +212,7 @@ def unview(
         True
     """
     matrix, shape = torch.as_tensor(matrix), torch.Size(shape)
-    expected = tuple(matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape)
+    expected = tuple(view_shape(shape, layout, view=view))
     if tuple(matrix.shape) != expected:
         raise InvalidArgumentError(
             f"unview() to a weight of shape {tuple(shape)} needs its {view!r} matrices, of shape {expected}",

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from gonio.optim.muon import Muon
 from gonio.penalty.param_groups import param_groups
 
 Decay = Literal["all", "weights"]
-DECAYS = ("all", "weights")
+DECAYS = get_args(Decay)
 
 Range = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
 

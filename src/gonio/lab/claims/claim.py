@@ -8,9 +8,9 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model, model_validator
 
 from gonio.errors import ClaimError, GonioError, InvalidArgumentError, UnknownNameError, closest
 from gonio.escaping import shorten
@@ -55,27 +55,12 @@ _Reason = Annotated[str, StringConstraints(strip_whitespace=True)]
 _CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class TrainingFields(BaseModel):
-    """Fields of :class:`TrainingConfig`; those that are missing are the task's own."""
+_OPTIONAL: Any = {name: (kind | None, None) for name, kind in get_type_hints(TrainingConfig).items()}
+_Fields: Any = create_model("_Fields", __config__=_CLOSED, **_OPTIONAL)
 
-    model_config = _CLOSED
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    optimizer: str | None = None
-    momentum: float | None = None
-    weight_decay: float | None = None
-    schedule: str | None = None
-    warm_up: float | None = None
-    decay: str | None = None
-    clip: float | None = None
-    label_smoothing: float | None = None
-    ema: float | None = None
-    precision: str | None = None
-    accumulate: int | None = None
-    betas: tuple[float, float] | None = None
-    others_factor: float | None = None
-    channels_last: bool | None = None
+
+class TrainingFields(_Fields):
+    """Fields of :class:`TrainingConfig`; those that are missing are the task's own."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -399,8 +384,9 @@ def read_claim(data: Any, *, origin: str) -> Claim:
             }
         # as JSON, where a strict schema takes lists for tuples
         return Claim.model_validate_json(json.dumps(content))
-    except ValidationError as error:
-        raise _invalid(error, origin) from error
+    except ValidationError as error:  # one sentence with every problem
+        found = "; ".join(map(_told, error.errors()))
+        raise ClaimError(f"{origin} must be a claim", found, "Correct the file.") from error
     except FormError as error:
         raise ClaimError(f"{origin} must be a claim", str(error), "Correct the file.") from error
 
@@ -416,11 +402,6 @@ def _keys_under(parent: str) -> list[str]:
         "training": TrainingFields,
     }
     return list(shapes[parent].model_fields) if parent in shapes else []
-
-
-def _invalid(error: ValidationError, origin: str) -> ClaimError:
-    """One sentence with every problem."""
-    return ClaimError(f"{origin} must be a claim", "; ".join(map(_told, error.errors())), "Correct the file.")
 
 
 def _told(row: Any) -> str:

@@ -27,7 +27,7 @@ from gonio.errors import (
 )
 from gonio.escaping import write_text
 from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
-from gonio.lab.claims.fairness import Runs, controlled, planned_obstacle, trained
+from gonio.lab.claims.fairness import Runs, controlled, planned_obstacle
 from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
 from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, extended, installed_versions, seeds_of
@@ -145,7 +145,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         tuning=Tuning(trials=setting.tune, repeats=2) if setting.tune else None,
         threat=task.threat if measured.attacked else None,
         measure=measure,
-        metrics={task.metric.name: task.metric.unit} if trained(measured) else {},
+        metrics={} if measured.start else {task.metric.name: task.metric.unit},
     )
     told = {"claim": claim.name, "model": model}
     with state_kept():

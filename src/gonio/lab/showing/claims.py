@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, write_text
+from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data, recorded
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import signed, sized
@@ -68,11 +66,6 @@ def claims_html(found: ClaimResults) -> str:
     return environment().get_template("claims.html.j2").render(page, whole=True)
 
 
-def write_claims_html(found: ClaimResults, path: str | os.PathLike[str]) -> Path:
-    """Write the page of :func:`claims_html` to a file, atomically."""
-    return write_text(claims_html(found), path)
-
-
 def claims_json(found: ClaimResults) -> str:
     """Every claim with its verdict, statistics and the score of each run, as JSON."""
     return json.dumps(as_data(found), indent=1, ensure_ascii=False, allow_nan=False)
@@ -119,6 +112,11 @@ def claims_latex(found: ClaimResults) -> str:
         table = "\n".join(line for line in arm_table(one).latex() if not line.startswith("%"))
         lines += ["", r"\begin{table}", r"\centering", table, rf"\caption{{{tex_cell(caption)}}}", r"\end{table}"]
     return "\n".join([*lines, f"% {tex_cell(found.headline)}"]) + "\n"
+
+
+CLAIM_FORMATS = {
+    "html": claims_html, "json": claims_json, "csv": claims_csv, "md": claims_markdown, "tex": claims_latex,
+}  # fmt: skip
 
 
 def _sentence(one: ClaimResult) -> Message:
