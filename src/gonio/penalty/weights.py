@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from gonio.editing.memory import memory_key
 from gonio.editing.where import Site
 from gonio.errors import NotApplicableError
-from gonio.geometry.views import Layout, layout_of, matrix_view
+from gonio.geometry.views import Layout, layout_of
 from gonio.parametrizations.checkpoints import weight_by_hook, weights_of_hooks
 from gonio.parametrizations.mechanism import child_name, parametrizations_of_torch, without_steps
 
@@ -74,12 +74,6 @@ def weights_of(site: Site) -> Iterator[WeightRef]:
     """The weights with filters of one layer."""
     for name, layout in layouts_of(site.module).items():
         yield WeightRef(site.path, site.module, name, layout)
-
-
-def view_shape(weight: Tensor, layout: Layout) -> tuple[int, int, int]:
-    """The numbers of matrices, filters and columns of a weight, which may be of a kind that cannot be computed with."""
-    matrices, filters, columns = matrix_view(torch.empty(weight.shape, device="meta"), layout).shape
-    return matrices, filters, columns
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:

@@ -22,7 +22,7 @@ from gonio.editing.where import require_model, sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line, with_article
 from gonio.messages import Message, say
 from gonio.seeding import generator
-from gonio.surgery.facts import facts_of
+from gonio.surgery.facts import CONVOLUTIONS, TABLES, facts_of
 
 # Relative deviations of outputs that are rounding, by dtype: a few operations more than the same ones.
 SAME_OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -159,10 +159,6 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     return _run(model, example)[0]
 
 
-_CHANNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-
-
 def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
     """Why a model cannot run on an example: which layer got what it does not take, and what to do; else empty."""
     last: list[tuple[str, nn.Module, Tensor]] = []
@@ -175,7 +171,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         return "a model on the meta device, which has no values", "Load its weights first."
     with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
         for site in sites(plain):
-            if isinstance(site.module, (nn.Linear, *_CHANNELS, *_TABLES)):
+            if isinstance(site.module, (nn.Linear, *CONVOLUTIONS, *TABLES)):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path), with_kwargs=True))
                 hooks.enter_context(site.module.register_forward_hook(lambda *_: last.clear()))  # it takes its input
         try:
@@ -196,13 +192,13 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         inside = f"{with_article(type(nested).__name__)} of {len(nested)} inside of the example"
         inside += f", with which the model raises {first_line(raised, kind=True)}"
         return inside.rstrip("."), f"Give the arguments of the model's forward ({wanted_names}) themselves, as a tuple."
-    if isinstance(module, _TABLES):
+    if isinstance(module, TABLES):
         return _no_indices(path, given, module.num_embeddings)
     if last and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dtype != given.dtype:
         names = {"given": str(given.dtype).removeprefix("torch."), "wanted": str(weight.dtype).removeprefix("torch.")}
         found = say("{given} at the layer {path!r}, whose weight has the dtype {wanted}", path=path, **names)
         return found, say("Convert the input: batch.to(torch.{wanted}).", **names)
-    if isinstance(module, _CHANNELS):
+    if isinstance(module, CONVOLUTIONS):
         what, wanted, axis = "channels", module.in_channels, given.dim() - len(module.kernel_size) - 1
     elif isinstance(module, nn.Linear):
         what, wanted, axis = "features", module.in_features, given.dim() - 1

@@ -17,12 +17,10 @@ from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, called_function
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
-from gonio.surgery.symmetries import BlockSymmetries, block_symmetries
+from gonio.surgery.symmetries import CONVERGED, SWEEPS, BlockSymmetries, block_symmetries
 
 _AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
-_SWEEPS = 10_000
-_CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def _of_blocks(graph: Graph, node: fx.Node) -> bool:
 
 @torch.no_grad()
 def least_scales(
-    variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = _SWEEPS, tolerance: float = _CONVERGED
+    variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = SWEEPS, tolerance: float = CONVERGED
 ) -> LeastSum:
     r"""The least sum of squared weights over the free scales, by coordinate descent.
 

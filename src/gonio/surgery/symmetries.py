@@ -26,8 +26,8 @@ from gonio.surgery.facts import may_change
 from gonio.surgery.products import floats_in
 from gonio.surgery.recording import Part
 
-_SWEEPS = 10_000
-_CONVERGED = 1e-13  # of the logarithm of a factor
+SWEEPS = 10_000
+CONVERGED = 1e-13  # of the logarithm of a factor: rounding, so that closed forms are reached to float64 precision
 _EXPONENTS = {torch.float16: 3}  # of the powers of two of a trial, where the range of a type is small
 _UNITS = "up and down"
 _ACTIVATION = "the activation is not positively homogeneous"
@@ -510,8 +510,8 @@ def least_factors(
     symmetries: Sequence[Symmetry],
     parameters: Mapping[str, nn.Parameter],
     *,
-    sweeps: int = _SWEEPS,
-    tolerance: float = _CONVERGED,
+    sweeps: int = SWEEPS,
+    tolerance: float = CONVERGED,
     sums: Sums | None = None,
 ) -> LeastFactors:
     r"""The factors at which the sum of the squared weights is least.

@@ -28,7 +28,7 @@ from gonio.seeding import generator
 from gonio.surgery import Site, sites
 from gonio.surgery.calibrate import own_buffers
 from gonio.surgery.equivalent import call, first_input
-from gonio.surgery.facts import computes_as, facts_of
+from gonio.surgery.facts import CONVOLUTIONS, computes_as, facts_of
 
 _OF_CHANNELS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 _OF_LAST = (nn.LayerNorm, nn.RMSNorm)
@@ -485,7 +485,7 @@ RIGHT = 90.0
 
 # Nearly hard signs: with the γ = 10 of training, small deviations from 90° are estimated 6 to 8 % too large.
 _ESTIMATE = SelfOrthogonality(1.0, mean_ratio=0.0, gamma=1e3, standardize=True, samples=SAMPLES)
-_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_KINDS = (nn.Linear, *CONVOLUTIONS)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite, prod, sqrt
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -55,8 +55,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ExtraFigures = Collection[Literal["operator_norm", "quantisation", "blocks"]]
-EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured on request
+ExtraFigure = Literal["operator_norm", "quantisation", "blocks"]  # measured on request
+ExtraFigures = Collection[ExtraFigure]
+EXTRA_FIGURES = get_args(ExtraFigure)
 _STACKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = (128, 32)  # entries that share a scale
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
