@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import UserDict
 from dataclasses import replace
@@ -15,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab import Split, StudyPlan, Task, make_plan, make_script_plan
+from gonio.lab import Split, StudyPlan, Task, TrainingConfig, make_plan, make_script_plan
 from gonio.lab.running.cost import measure_costs
-from gonio.lab.tasks import resolve
+from gonio.lab.tasks import ACCURACY, resolve
 from gonio.lab.tasks.task import examples_of
 from lab.plans import OWN, TINY, recorded
 
@@ -197,3 +198,84 @@ def loader_of_its_own_size() -> Task:
 def test_a_loader_that_ignores_the_batch_size_is_a_note() -> None:
     (found,) = planned("loader_of_its_own_size").notes
     assert "does not follow the batch size: it gives 8 examples where 2 were asked for" in found
+
+
+# --- fields of a task ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("name", None, "is text"),
+        ("model", nn.Linear(2, 2), "is the name of a model"),
+        ("sizes", None, "is a mapping of num_classes and in_channels"),
+        ("sizes", {"klasses": 2}, "is a mapping of num_classes and in_channels"),
+        ("sizes", {"num_classes": "2"}, "to whole numbers"),
+        ("training", {"epochs": 1}, "is a gonio.lab.TrainingConfig"),
+        ("sesoi", None, "is a positive number"),
+        ("sesoi", "1", "is a positive number"),
+        ("sesoi", float("nan"), "is a positive number"),
+        ("loss", None, "is a function of outputs and targets"),
+        ("metrics", ACCURACY, "is a tuple of metrics"),
+        ("notes", "one sentence", "is a tuple of sentences"),
+        ("recipes", "orthogonal-init", "is a tuple of names"),
+        ("workers", "2", "is 0 or a positive whole number"),
+        ("workers", -1, "is 0 or a positive whole number"),
+        ("threat", {"epsilon": 0.1}, "is a gonio.lab.AttackConfig"),
+        ("standardize", ((0.0,), (0.0,)), "standard deviation, which is above 0"),
+        ("standardize", ((float("nan"),), (1.0,)), "is the mean of each channel"),
+    ],
+)
+def test_a_field_of_a_task_of_another_kind_is_named(field: str, value: Any, told: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"Task\({field}=\).*{told}"):
+        tiny(**{field: value})
+
+
+def numbers_of_numpy() -> Task:
+    return tiny(sesoi=np.float32(5.0))
+
+
+def rate_of_torch() -> Task:
+    return tiny(training=TrainingConfig(epochs=1, batch_size=8, lr=torch.tensor(0.1)))
+
+
+def test_numbers_of_other_libraries_are_kept_as_data_or_refused() -> None:
+    assert StudyPlan.from_dict(json.loads(json.dumps(planned("numbers_of_numpy").to_dict()))).sesoi == 5.0
+    with pytest.raises(InvalidArgumentError, match=r"lr must be a positive number; found tensor\(0\.1.*of Python"):
+        planned("rate_of_torch")
+
+
+def test_a_text_is_no_data_set() -> None:
+    with pytest.raises(InvalidArgumentError, match="found a str"):
+        examples_of("data/train")
+
+
+class Labelled(TensorDataset):
+    """As data sets of torchvision: `targets` are those before `target_transform`."""
+
+    def __init__(self, targets: Any) -> None:
+        kept = tiny(augment=None).test
+        super().__init__(kept.inputs, kept.targets)
+        self.targets = targets
+
+
+def names_of_classes() -> Task:
+    return tiny(augment=None, test=Labelled(["cat", "dog"] * 64))
+
+
+def transformed_classes() -> Task:
+    return tiny(augment=None, test=Labelled([7, 8, 9, 10] * 32))
+
+
+def some_classes() -> Task:
+    return tiny(augment=None, test=Labelled([0, 1]))
+
+
+def same_classes() -> Task:
+    return tiny(augment=None, test=Labelled([0, 1, 2, 3] * 32))
+
+
+@pytest.mark.parametrize("name", ["names_of_classes", "transformed_classes", "some_classes"])
+def test_targets_that_the_items_do_not_give_are_not_believed(name: str) -> None:
+    assert planned(name).chance is None
+    assert planned("same_classes").chance == 25.0

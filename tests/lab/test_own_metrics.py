@@ -176,3 +176,19 @@ def test_a_metric_that_is_not_finite_is_named_and_not_the_outputs(task: str, err
 def test_a_trial_is_scored_by_its_finite_epochs() -> None:
     plan = planned("now_and_then")
     assert execute_trial(plan, plan.baseline, 5, {})["record"]["score"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"function": None}, r"Metric\(function=\) is a function of outputs and targets; found None"),
+        ({"name": 5}, r"Metric\(name=\) is text; found 5"),
+        ({"unit": 5}, r"Metric\(unit=\) is text; found 5"),
+        ({"worst": math.nan}, r"Metric\(worst=\) is a finite number; found nan"),
+        ({"worst": -math.inf}, r"Metric\(worst=\) is a finite number; found -inf"),
+        ({"worst": "0"}, r"Metric\(worst=\) is a finite number; found '0'"),
+    ],
+)
+def test_a_field_of_a_metric_of_another_kind_is_named(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=told):
+        Metric(**{"name": "own", "function": lambda outputs, targets: 1.0, **fields})

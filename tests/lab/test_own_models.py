@@ -96,6 +96,12 @@ def unseeded_noise() -> nn.Module:
     return Own(lambda self, y: y + float(np.random.default_rng().normal()) * self.training)
 
 
+def lost() -> nn.Module:
+    made = Own(lambda self, y: y)
+    next(made.parameters()).data.fill_(float("nan"))
+    return made
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -103,6 +109,7 @@ def unseeded_noise() -> nn.Module:
         ("frozen", "a study trains the parameters of .*:frozen'; found parameters that are all frozen"),
         ("lazy", "must have their sizes .* found a LazyLinear. Run the model on an example in its factory"),
         ("unseeded", "with one seed must be equal; found other weights with the same seed"),
+        ("lost", "a new model of .* has finite weights; found NaN or infinity in "),
         ("unseeded_noise", "with one seed must be equal; found another loss after two steps"),
         ("pair", "must return one tensor; found a tuple"),
         ("named", "must return one tensor; found a dict"),

@@ -100,3 +100,15 @@ def test_a_change_at_every_scale_of_float64(scale: float) -> None:
         for name in ("relative", "norm_ratio", "angle_mean", "stable_rank", "gram_change"):
             assert getattr(found, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-9), name
         assert found.change_norm == pytest.approx(exact.change_norm * scale)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e25), (torch.float32, 1e35), (torch.float64, 1e200)])
+def test_a_change_far_larger_than_its_base(dtype: torch.dtype, factor: float) -> None:
+    """As of an adapter whose factor is wrong: products with the square of the factor are not numbers of the dtype."""
+    before, moved = seeded(40, 30, dtype=dtype), seeded(40, 30, seed=1, dtype=dtype)
+    found = difference({"a.weight": before}, {"a.weight": before + factor * moved})["a"]
+    old, new = before.double(), moved.double()
+    relative = factor * float(new.norm() / old.norm())
+    assert found.relative == pytest.approx(relative, rel=close(dtype)["rtol"])
+    products = factor * factor * float((new @ new.T).norm() / (old @ old.T).norm())
+    assert found.gram_change == pytest.approx(products, rel=close(dtype)["rtol"])  # infinite for 1e200

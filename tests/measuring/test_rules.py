@@ -107,7 +107,7 @@ def test_errors_come_before_warnings_and_warnings_before_remarks() -> None:
         ("warn", "G301", "b"),
         ("info", "G101", "a"),
     ]
-    assert found[1].found == "1 of 6400 values is NaN or infinite, the first at [3, 4]"
+    assert found[1].found == "1 of 6,400 values is NaN or infinite, the first at [3, 4]"
 
 
 def test_the_padding_row_of_an_embedding_is_no_dead_filter() -> None:

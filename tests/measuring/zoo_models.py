@@ -265,7 +265,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Verdict | None]] = {
     "all NaN": (lambda: changed(lambda w: w.fill_(NAN)), Verdict(code="G001", said="30 of 30")),
     "a NaN among many": (
         lambda: changed(set_at((2, 1_000_000), NAN), lambda: Bag(torch.randn(3, 1_200_000))),
-        Verdict(code="G001", said="1 of 3600000 values is NaN or infinite, the first at [2, 1000000]"),
+        Verdict(code="G001", said="1 of 3,600,000 values is NaN or infinite, the first at [2, 1000000]"),
     ),
     "a NaN in a statistic": (
         lambda: (m := nn.BatchNorm2d(4)) and (m.running_var.fill_(NAN), m)[1],

@@ -259,7 +259,7 @@ def test_a_check_is_shown_in_chinese_and_exported_in_english() -> None:
         assert str(before).startswith("完好：5 个张量都在，每个值都有限。")
     assert "已损坏：1 个错误、3 个警告。" in shown
     one_dead = "64 个卷积核中有 1 个为 0：3"
-    for sentence in ("4096 个数中有 1 个为 NaN 或无穷大，第一个在 [2, 7]", one_dead, "它的值改变了"):
+    for sentence in ("4,096 个数中有 1 个为 NaN 或无穷大，第一个在 [2, 7]", one_dead, "它的值改变了"):
         assert sentence in shown
         assert sentence in page
     assert not is_chinese(str(found))

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gonio
 from catalog import seeded
@@ -314,3 +314,21 @@ def test_the_form_of_a_convolution_is_made_once(monkeypatch: pytest.MonkeyPatch)
     assert len(conv_orthogonality._FORMS) == 1
     monkeypatch.setattr(conv_orthogonality, "_made", lambda *_: pytest.fail("they were computed again"))
     assert torch.equal(R.ConvOrthogonality(1.0).value(weight), first)
+
+
+def test_srip_of_the_gates_of_a_recurrent_layer() -> None:
+    """Four matrices of more rows than columns lie in one tensor, so that the gradient of their transposes is a copy."""
+    torch.manual_seed(0)
+    layer = nn.LSTM(5, 8).double()
+    penalty = gonio.Penalty(layer, [(None, R.SRIP(1.0, iterations=1000))])
+    penalty().backward()
+    weights = [layer.weight_ih_l0, layer.weight_hh_l0]
+    found = [weight.grad.clone() for weight in weights if weight.grad is not None]
+    layer.zero_grad()
+    gates = [gate for weight in weights for gate in weight.chunk(4)]
+    total = torch.stack([(torch.linalg.svdvals(gate).square() - 1).abs().max() for gate in gates]).sum()
+    total.backward()
+    torch.testing.assert_close(float(penalty().detach()), total.item(), rtol=1e-6, atol=0)
+    assert len(found) == 2
+    for weight, gradient in zip(weights, found, strict=True):
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-3, atol=1e-4)

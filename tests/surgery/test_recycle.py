@@ -352,3 +352,32 @@ def test_a_layer_that_is_read_in_training_only() -> None:
         model.a.weight[1] = 0
     with pytest.raises(gonio.GonioError, match="used differently in training and in evaluation"):
         gonio.recycle_(model)
+
+
+@pytest.mark.parametrize("verb", [gonio.recycle_, gonio.balance_, gonio.fold_])
+def test_a_layer_at_rest_that_may_read_the_channels_keeps_them(verb: Callable[..., gonio.Edited]) -> None:
+    class WithAux(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.last = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 4, 1)
+            self.aux, self.use_aux = nn.Conv2d(6, 2, 1), False
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            read = self.conv(x) if verb is gonio.fold_ else torch.relu(self.conv(x))
+            out = self.last(torch.relu(self.norm(read)) if verb is gonio.fold_ else read)
+            return (out, self.aux(read)) if self.use_aux else (out,)
+
+    model = filled(WithAux())
+    with torch.no_grad():
+        model.conv.weight[3] = 0
+    x = seeded(2, 3, 8, 8)
+    model.use_aux = True
+    before = model(x)
+    model.use_aux = False
+    if verb is gonio.fold_:
+        assert "norm stays: aux does not run, and may read the output of its layer" in str(verb(model))
+    else:
+        with pytest.raises(gonio.errors.NotApplicableError, match="aux does not run, and may read the output of its"):
+            verb(model)
+    model.use_aux = True
+    assert all(torch.equal(a, b) for a, b in zip(before, model(x), strict=True))

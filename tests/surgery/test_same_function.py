@@ -450,3 +450,39 @@ def test_a_dict_of_names_that_the_model_does_not_take_is_one_error(
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
     with pytest.raises(InvalidArgumentError, match=found):
         WITH_BATCH[verb](model, dict(zip(names, (torch.randn(8, 6), torch.zeros(8)), strict=True)))
+
+
+class Both(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(6, 8), nn.Linear(5, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.norm(self.first(x) + self.second(y))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda m, e: gonio.calibrate_(m, [e]),
+        lambda m, e: gonio.measure(m, batch=e),
+        lambda m, e: gonio.lsuv_(m, e),
+        lambda m, e: gonio.fold_(m, example=e),
+        lambda m, e: gonio.equivalent(m, m, example=e),
+    ],
+)
+def test_inputs_within_a_batch_are_an_error_in_words(act: Callable[[nn.Module, Any], object], kind: type) -> None:
+    batch = kind([kind([seeded(4, 6), seeded(4, 5)]), torch.zeros(4)])
+    expected = rf"found a {kind.__name__} of 2 inside of the example, with which the model raises TypeError: linear\(\)"
+    with pytest.raises(InvalidArgumentError, match=expected + r".* forward \(x, y\) themselves"):
+        act(Both(), batch)
+    act(Both(), batch[0])
+
+
+def test_a_state_within_a_batch_keeps_the_error_of_the_model() -> None:
+    model, state = nn.LSTM(6, 8), (torch.zeros(1, 5, 8), torch.zeros(1, 5, 8))
+    with pytest.raises(RuntimeError, match="hidden"):
+        gonio.equivalent(model, model, example=(seeded(3, 4, 6), state))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from catalog import seeded
 from gonio import init, optim
 from gonio import nn as gnn
 from gonio import parametrizations as P
-from gonio.errors import InvalidArgumentError, NotApplicableError
+from gonio import regularizers as R
+from gonio.errors import InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.surgery import Edited, convert_gradually_
 
 X = seeded(16, 6)
@@ -222,3 +224,59 @@ def test_outputs_of_weights_of_which_only_the_product_is_known_are_measured(shap
     assert found.signals[0].path == "0"
     assert found.signals[0].rms == pytest.approx(float(model[0](x).detach().square().mean().sqrt()), rel=1e-5)
     assert gonio.equivalent(model, model, example=x).absolute == 0
+
+
+def test_nothing_takes_a_step_of_a_spectral_norm_of_torch() -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.utils.parametrizations.spectral_norm(nn.Conv2d(n, 8, 3, padding=1)) for n in (3, 8)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), nn.Flatten(), nn.Linear(512, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for verb in (gonio.balance_, gonio.recycle_):
+        with suppress(NotApplicableError):
+            verb(model, example=seeded(2, 3, 8, 8)).undo_()
+    gonio.surgery.anatomy(model, example=seeded(2, 3, 8, 8))
+    gonio.param_groups(model, matrices=True)
+    gonio.param_groups(model, mup=True, base=model, lr=0.1)
+    penalty = gonio.Penalty(model, [(nn.Conv2d, R.SRIP(1e-3)), (None, R.L2(1e-3))])
+    assert float(penalty().detach()) > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("verb", [gonio.rotate_, gonio.fold_])
+def test_tensors_in_the_place_of_a_models_own_are_not_taken_for_them(verb: Callable[..., Edited]) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = {name: 1.5 * value for name, value in self.inner.named_parameters()}
+            return torch.func.functional_call(self.inner, own, (x,))
+
+    model, options = Scaled(), {"gains": True} if verb is gonio.fold_ else {}
+    before = model(X)
+    with pytest.raises((NotApplicableError, NoMatchError), match=r"nothing to fold|rotate_: cannot"):
+        verb(model, example=X, **options)
+    assert torch.equal(model(X), before)
+
+
+@NO_ENTRIES
+def test_outputs_without_entries_are_recorded() -> None:
+    model = nn.Sequential(
+        nn.Linear(6, 0), nn.LayerNorm(0), nn.ReLU(), nn.Linear(0, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    )
+    with pytest.raises(NotApplicableError, match="rotate_"):
+        gonio.rotate_(model, example=X)
+    groups = gonio.param_groups(model, mup=True, base=model, lr=0.1)
+    assert {group["lr"] for group in groups} == {0.1}
+
+
+@pytest.mark.parametrize("act", [lambda m: gonio.match_statistics_(m, [X]), lambda m: gonio.doctor(m, batch=X)])
+def test_a_weight_that_cannot_be_copied_is_an_error_in_words(act: Callable[[nn.Module], object]) -> None:
+    class Plain(Tensor):
+        pass
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Plain))
+    with pytest.raises(InvalidArgumentError, match=r"a copy of the model is needed; found it cannot be copied \(Run"):
+        act(model)

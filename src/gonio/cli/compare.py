@@ -72,10 +72,6 @@ _Seeds = Annotated[int, typer.Option(help="Runs per recipe.", min=1, max=10**6, 
 _FirstSeed = Annotated[
     int, typer.Option(help="First seed. Choose new seeds to repeat the study independently.", min=0, max=2**62)
 ]
-_Jobs = Annotated[
-    int | None,
-    typer.Option(help="Runs at the same time, on each GPU; default: one per core or GPU.", min=1, metavar="J"),
-]
 _Device = Annotated[
     str | None,
     typer.Option(
@@ -149,7 +145,7 @@ def compare(
     model: _Model = None,
     seeds: _Seeds = 8,
     first_seed: _FirstSeed = 0,
-    jobs: _Jobs = None,
+    jobs: options.Runs = None,
     engine: _Engine = "local",
     cpus: _Cpus = 1.0,
     gpus: _Gpus = None,

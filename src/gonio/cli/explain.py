@@ -99,7 +99,7 @@ def explain(
     elif word in claim_names():
         from gonio.lab.showing.claims import claim_explanation
 
-        print_out(claim_explanation(load_claim(word)))
+        print_out(claim_explanation(load_claim(word), word))
     elif found := in_its_language(lambda: "\n".join(explained_columns(word) or explained_rules(word))):
         print_out(found)
     else:

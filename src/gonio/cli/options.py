@@ -31,6 +31,14 @@ Md = Annotated[str | None, typer.Option(help="Write the tables as markdown.", me
 Tex = Annotated[str | None, typer.Option(help="Write the tables as LaTeX.", metavar="FILE")]
 
 
+Runs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", help="Runs at the same time, on each GPU; default: one per core or GPU.", min=1, metavar="J"
+    ),
+]  # of a study
+
+
 def _speak(value: str | None) -> str | None:
     if value is not None:
         speak(value)

@@ -76,12 +76,6 @@ def progress(what: str) -> Iterator[Meter]:
     if not sys.stderr.isatty():
         yield Meter(what)
         return
-    with _bar(what) as meter:
-        yield meter
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Meter]:
     from rich.console import Console, RenderableType
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
     from rich.text import Text

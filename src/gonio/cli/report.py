@@ -36,14 +36,7 @@ def report(
     """
     from gonio.lab import Study, across, showing
     from gonio.lab.claims import claims_in
-    from gonio.lab.showing.claims import (
-        claims_csv,
-        claims_html,
-        claims_json,
-        claims_latex,
-        claims_markdown,
-        claims_text,
-    )
+    from gonio.lab.showing.claims import CLAIM_FORMATS, claims_text
     from gonio.lab.showing.exports import MULTI_TASK_FORMATS, multi_task_text
 
     targets = {"html": html, "json": json, "csv": csv, "md": md, "tex": tex}
@@ -51,22 +44,13 @@ def report(
     for study in studies:
         _check_folder(study)
     if len(studies) == 1 and (claims := claims_in(studies[0])) is not None:
-        writers = {"html": claims_html, "json": claims_json, "csv": claims_csv, "md": claims_markdown,
-                   "tex": claims_latex}  # fmt: skip
-        if not save_formats(targets, {name: partial(make, claims) for name, make in writers.items()}):
+        if not save_formats(targets, {name: partial(make, claims) for name, make in CLAIM_FORMATS.items()}):
             show(claims_text(claims))
         return
     opened = [Study.open(study) for study in studies]
     found = [study.results() for study in opened]
     if len(found) == 1:
-        formats = {
-            "html": showing.html,
-            "json": showing.to_json,
-            "csv": showing.to_csv,
-            "md": showing.to_markdown,
-            "tex": showing.to_latex,
-        }
-        if not save_formats(targets, {name: partial(make, found[0]) for name, make in formats.items()}):
+        if not save_formats(targets, {name: partial(make, found[0]) for name, make in showing.FORMATS.items()}):
             show(showing.text(found[0]))
             _print_damage(opened[0].damaged())
         return

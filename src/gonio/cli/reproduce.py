@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +12,8 @@ import typer
 
 from gonio.cli import options
 from gonio.cli.app import ExitCode, check_folders, print_err, print_out, save, show, users_code
-from gonio.errors import InvalidArgumentError
-from gonio.escaping import aligned
+from gonio.errors import GonioError, InvalidArgumentError
+from gonio.escaping import aligned, write_text
 from gonio.messages import counted, local, say
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ _Seeds = Annotated[
 _FirstSeed = Annotated[
     int, typer.Option("--first-seed", help="First seed. Choose new seeds to repeat independently.", min=0, max=2**62)
 ]
-_Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", help="Runs at the same time, on each GPU; default: one per core or GPU.", min=1, metavar="J"
-    ),
-]
 _Device = Annotated[
     str, typer.Option("--device", help="What the runs compute on: cpu, cuda, cuda:N or mps.", metavar="DEVICE")
 ]
@@ -66,7 +60,7 @@ def reproduce(
     full: _Full = False,
     seeds: _Seeds = None,
     first_seed: _FirstSeed = 0,
-    jobs: _Jobs = None,
+    jobs: options.Runs = None,
     device: _Device = "cpu",
     task: _Task = None,
     model: _Model = None,
@@ -80,18 +74,20 @@ def reproduce(
     Without arguments: every quick claim, on handwritten digits. Each claim is a study in a folder of its own; rerun
     the same command to resume.
     """
-    from gonio.lab.claims import ClaimOptions, load_claims, shipped_names
+    from gonio.lab.claims import ClaimOptions, load_claims
     from gonio.lab.claims.experiment import command_of
 
     check_folders({"json": json}, [*(names or []), task, model, data])
     claims: Sequence[Claim] = load_claims(names or ())
+    called = {claim.name: name for name, claim in zip(dict.fromkeys(names or ()), claims, strict=False)}
     if list_claims:
-        _list([*claims, *load_claims(shipped_names())] if shipped_names() and not names else claims)
+        _list({called.get(claim.name, claim.name): claim for claim in claims} | ({} if names else _shipped()))
         return
     claims = [claim for claim in claims if names or full or claim.budget == "quick"]
     chosen = ClaimOptions(
-        full=full, seeds=seeds, first_seed=first_seed, device=device, task=task, model=model, data=data
-    )
+        full=full, seeds=seeds, first_seed=first_seed, device=device, task=task, model=model, data=data,
+        sources=called,
+    )  # fmt: skip
     if dry_run:
         _show_plans(claims, chosen, jobs)
         return
@@ -99,14 +95,29 @@ def reproduce(
     _run(claims, chosen, output, jobs=jobs, json=json, command=command_of(names or (), chosen, beside))
 
 
-def _list(claims: Sequence[Claim]) -> None:
+def _shipped() -> dict[str, Claim]:
+    """The claims of installed packages by what a command calls them; what is wrong with others goes to stderr."""
+    from gonio.lab.claims import load_claim, shipped_files, useless_entry_points
+
+    found = {}
+    for name in shipped_files():
+        try:
+            found[name] = load_claim(name)
+        except GonioError as error:
+            print_err(say("{name} is left out: {error}", name=name, error=str(error)))
+    for point in useless_entry_points():
+        print_err(say("the entry point {point} of gonio.claims leads to no claims", point=point))
+    return found
+
+
+def _list(claims: Mapping[str, Claim]) -> None:
     """One line per claim: seed document, budget, scope, name, the verdict in the committed runs, and sentence."""
     from gonio.lab.claims import recorded
     from gonio.lab.showing.claims import sentence_of
 
     rows = [
-        (c.seed, "–" if c.budget == "none" else c.budget, c.scope, c.name, recorded(c.name)[0], sentence_of(c))
-        for c in claims
+        (c.seed, "–" if c.budget == "none" else c.budget, c.scope, name, recorded(name)[0], sentence_of(c))
+        for name, c in claims.items()
     ]
     print_out("\n".join(aligned([tuple(map(local, row)) for row in rows])))
 
@@ -160,7 +171,7 @@ def _run(
     """Run the studies, show the verdicts and write the page."""
     from gonio.lab import watcher_for
     from gonio.lab.claims import claims_in, try_claims
-    from gonio.lab.showing.claims import claim_line, claims_json, claims_text, write_claims_html
+    from gonio.lab.showing.claims import claim_line, claims_html, claims_json, claims_text
 
     if not claims:
         raise InvalidArgumentError("reproduce needs a claim", "none", "See gonio reproduce --list.")
@@ -173,7 +184,8 @@ def _run(
     show(claims_text(found))
     # claims of earlier calls stay on the page: no verdict depends on which were tried together
     every = claims_in(output) or found
-    print_out(say("\npage: {page}", page=write_claims_html(replace(every, command=command), output / "claims.html")))
+    page = write_text(claims_html(replace(every, command=command)), output / "claims.html")
+    print_out(say("\npage: {page}", page=page))
     if json is not None:
         save(claims_json(found), json, "JSON")
     if chosen.model is None:

@@ -96,7 +96,7 @@ def _share(first: Tensor, second: Tensor) -> bool:
     if memory_key(first) == memory_key(second):
         return True
     start = min(first.data_ptr(), second.data_ptr())
-    taken = torch.zeros(max(_end(first), _end(second)) - start, dtype=torch.bool)
+    taken = torch.zeros(max(_end(first), _end(second)) - start, dtype=torch.bool, device="cpu")
     _bytes_of(taken, first, start).fill_(True)
     return bool(_bytes_of(taken, second, start).any())
 
@@ -120,7 +120,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
         reached += (size - 1) * stride
     else:
         return False
-    taken = torch.zeros(_extent(tensor) * tensor.element_size(), dtype=torch.bool)
+    taken = torch.zeros(_extent(tensor) * tensor.element_size(), dtype=torch.bool, device="cpu")
     _bytes_of(taken, tensor, tensor.data_ptr()).fill_(True)
     return int(taken.sum()) < tensor.numel() * tensor.element_size()
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 from gonio.editing.edit import run_reversed
 from gonio.editing.where import adds_no_name, holds_original, is_sharded, run_eagerly, unwrapped
 from gonio.editing.written import writes_taken_back
-from gonio.errors import NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import say
 from gonio.seeding import state_kept
 
@@ -275,6 +275,8 @@ def copy_of(model: nn.Module) -> nn.Module:
     its values without the graph. Functions that refer to the model's modules refer to those of the copy, as in a twin.
     An attribute that Python cannot copy, as a lock or an open file, is that of the model.
 
+    Raises: InvalidArgumentError for a model with tensors or modules that cannot be copied.
+
     Example:
         >>> from torch.nn.utils import prune
         >>> from gonio.editing.twin import copy_of
@@ -285,14 +287,17 @@ def copy_of(model: nn.Module) -> nn.Module:
     tensors = (tensor for module in model.modules() for tensor in _tensors(vars(module)))
     computed = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
     memo = computed | _lazy_buffers(model)
-    shared = dict[int, Any]()
     try:
         made = copy.deepcopy(model, copied := dict(memo))
-    except (TypeError, NotImplementedError):
-        shared = _not_copied(model)
-        if not shared:
-            raise
-        made = copy.deepcopy(model, copied := memo | shared)
+    except Exception as error:  # whatever an attribute or a tensor of a class of its own raises
+        try:
+            made = copy.deepcopy(model, copied := memo | _not_copied(model))
+        except Exception:
+            found, do = (
+                f"it cannot be copied ({first_line(error, kind=True)})",
+                "Fold its weights, or copy it yourself.",
+            )
+            raise InvalidArgumentError("a copy of the model is needed", found, do) from error
     held = [*model.modules(), *model.parameters(), *model.buffers()]
     references = _References({id(each): copied[id(each)] for each in held if id(each) in copied})
     for module in model.modules():

@@ -256,10 +256,10 @@ class GramMatrix:
     def of(cls, matrices: Tensor) -> GramMatrix:
         """The Gram matrices of (matrices, n, d) with finite entries, in the CPU's memory."""
         n, d = matrices.shape[1:]
-        scale = torch.ones(len(matrices), dtype=torch.float64)
+        scale = torch.ones(len(matrices), dtype=torch.float64, device="cpu")
         wide = matrices.double().contiguous()
         if matrices.dtype == torch.float64:  # squares of others are in range
-            scale = torch.tensor([safe_scale(matrix) for matrix in matrices], dtype=torch.float64)
+            scale = torch.tensor([safe_scale(matrix) for matrix in matrices], dtype=torch.float64, device="cpu")
             wide = wide if bool((scale == 1).all()) else wide / scale[:, None, None]
         wide = wide if n <= d else wide.mT
         values = gram(wide[0])[None] if len(wide) == 1 else gram(wide)
@@ -275,7 +275,7 @@ class GramMatrix:
         """The cosines of all pairs of filters, block by block."""
         inverse = self.values.diagonal(dim1=1, dim2=2).rsqrt()
         count = inverse.shape[1]
-        rows = torch.arange(count)
+        rows = torch.arange(count, device="cpu")
         for start in range(0, count - 1, COSINE_WIDTH):
             stop = min(count, start + COSINE_WIDTH)
             scaled = self.values[:, start:, start:stop] * inverse[:, start:, None]

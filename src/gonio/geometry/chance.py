@@ -62,7 +62,7 @@ def random_angle_std(dim: int) -> float:
     """
     if dim < 2:
         return 90.0
-    theta = (torch.arange(20_000, dtype=torch.float64) + 0.5) * (pi / 20_000)
+    theta = (torch.arange(20_000, dtype=torch.float64, device="cpu") + 0.5) * (pi / 20_000)
     weight = random_angle_density(theta, dim)
     weight = weight / weight.sum()
     return float(torch.rad2deg((weight * (theta - pi / 2).square()).sum().sqrt()))
@@ -112,7 +112,7 @@ def expected_coherence(n: int, d: int) -> float:
     pairs = n * (n - 1) / 2
     # Beyond this cosine less than e^-40 of the pairs remain; it keeps the grid on the narrow bulk.
     reach = min(1.0, sqrt(2 * (log(pairs) + 40) / d))
-    theta = torch.linspace(acos(reach), pi / 2, 20001, dtype=torch.float64)
+    theta = torch.linspace(acos(reach), pi / 2, 20001, dtype=torch.float64, device="cpu")
     density = 2 * random_angle_density(theta, d)
     close = torch.cumulative_trapezoid(density, theta)
     close = torch.cat([close.new_zeros(1), close]).clamp(0, 1)
@@ -154,7 +154,7 @@ def _probability_above(cosine: float, dim: int) -> float:
     if end in (0.0, 1.0):
         return end
     # x = end·(1 − s)^(1/(d−1)) turns x^(d−2) dx into a constant: ∫ = end^(d−1)/(d−1) · mean of 1/√(1−x²).
-    s = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+    s = (torch.arange(2000, dtype=torch.float64, device="cpu") + 0.5) / 2000
     x = end * (1 - s).pow(1 / (dim - 1))
     mean = float((1 - x * x).rsqrt().mean())
     return min(1.0, 2 * exp(_log_density_at_right_angle(dim) + (dim - 1) * log(end)) / (dim - 1) * mean)
@@ -325,7 +325,7 @@ def _kolmogorov_distances(squares: NDArray[np.float64], ratio: float) -> NDArray
 @lru_cache(maxsize=256)
 def _share_above(ratio: float) -> NDArray[np.float64]:
     """Probability above λ = 1 + c + 2√c cos φ, for φ from 0 to π, in which the law has a smooth density."""
-    phi = torch.linspace(0, pi, LAW_POINTS + 1, dtype=torch.float64)
+    phi = torch.linspace(0, pi, LAW_POINTS + 1, dtype=torch.float64, device="cpu")
     density = 2 * phi.sin().square() / (pi * (1 + ratio + 2 * sqrt(ratio) * phi.cos()).clamp(min=1e-300))
     density[-1] = 2 * (ratio == 1) / pi  # its limit there
     density = torch.where(torch.isfinite(density), density, 0.0)

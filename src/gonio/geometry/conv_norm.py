@@ -292,8 +292,8 @@ def conv_spectral_norm_estimate(weight: Array, size: Sequence[int], *, layout: L
 
 def _with_neighbours(points: Tensor, gaps: Sequence[int], grid: Sequence[int]) -> Tensor:
     """The points and all points nearer to them than the next coarse point."""
-    offsets = torch.cartesian_prod(*(torch.arange(1 - gap, gap) for gap in gaps)).reshape(-1, len(gaps))
-    return torch.unique((points[:, None] + offsets).flatten(0, 1) % torch.tensor(grid), dim=0)
+    offsets = torch.cartesian_prod(*(torch.arange(1 - gap, gap, device="cpu") for gap in gaps)).reshape(-1, len(gaps))
+    return torch.unique((points[:, None] + offsets).flatten(0, 1) % torch.tensor(grid, device="cpu"), dim=0)
 
 
 def _leaders(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Walk:
@@ -355,7 +355,7 @@ class _Walk:
 
 def _start(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Walk:
     groups, _, out, _ = taps.matrices.shape
-    draw = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64)
+    draw = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64, device="cpu")
     phase = taps.phases(radians(points, grid, taps.matrices))
     u = normalize(draw.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
     krylov = Krylov(basis=(normalize(_adjoint(taps, phase, u), (1, 3)),), dims=(1, 3), passes=0)

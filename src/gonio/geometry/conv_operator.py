@@ -73,8 +73,8 @@ def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
             f"padding_mode={layout.padding_mode!r}, which repeats pixels and can have a larger norm",
             "Use spectral_norm(operator_matrix(weight, size, layout)) on a small grid instead.",
         )
-    offsets = torch.cartesian_prod(*(torch.arange(k) for k in weight.shape[2:])).reshape(-1, dims)
-    offsets = (offsets * torch.tensor(dilation)).to(weight.device)
+    offsets = torch.cartesian_prod(*(torch.arange(k, device="cpu") for k in weight.shape[2:])).reshape(-1, dims)
+    offsets = (offsets * torch.tensor(dilation, device="cpu")).to(weight.device)
     taps = widen(weight).unflatten(0, (layout.groups, -1)).flatten(3).movedim(-1, 1)  # (groups, taps, out, in)
     if prod(stride) == 1:
         return Taps(taps, offsets)
@@ -103,13 +103,13 @@ def half_grid(size: Sequence[int], gaps: Sequence[int] | None = None) -> Tensor:
     With `gaps` every so many per dimension.
     """
     ends = [*size[:-1], size[-1] // 2 + 1]
-    axes = (torch.arange(0, end, gap) for end, gap in zip(ends, gaps or [1] * len(size), strict=True))
+    axes = (torch.arange(0, end, gap, device="cpu") for end, gap in zip(ends, gaps or [1] * len(size), strict=True))
     return torch.cartesian_prod(*axes).reshape(-1, len(size))
 
 
 def radians(points: Tensor, size: Sequence[int], like: Tensor) -> Tensor:
     """Integer frequencies of a grid in radians, in the dtype and on the device of `like`."""
-    return (points.double() * (2 * pi / torch.tensor(size, dtype=torch.float64))).to(like)
+    return (points.double() * (2 * pi / torch.tensor(size, dtype=torch.float64, device="cpu"))).to(like)
 
 
 def polyphase_grid(size: Sequence[int], layout: Layout, weight: Tensor, reach: Sequence[int]) -> tuple[int, ...]:

@@ -162,7 +162,7 @@ def earliest_parallel(vectors: Tensor, *, cosine: float) -> Tensor:
             found.scatter_reduce_(0, second, first, "amin")
         elif n * n / 2 * (d + ENTRY_COST) <= COMPARED:
             _first_of_each_(found, some, cosine)
-        earliest = torch.arange(len(vectors))
+        earliest = torch.arange(len(vectors), device="cpu")
         earliest[kept.cpu()] = kept[leaders[found[group]]].cpu()
         return earliest
 
@@ -174,7 +174,7 @@ def _of_equal_rows(unit: Tensor) -> tuple[Tensor, Tensor]:
         first = block.gather(1, (block != 0).int().argmax(1, keepdim=True)).sign()
         bits = (block * first + 0.0).view(torch.int32).long()  # −0 becomes 0
         draw = generator(0, "equal rows", bits.shape[1])
-        factors = torch.randint(1 << 62, (bits.shape[1],), generator=draw).to(unit.device)
+        factors = torch.randint(1 << 62, (bits.shape[1],), generator=draw, device="cpu").to(unit.device)
         keys[start : start + len(block)] = (bits * factors).sum(1)
     _, key = keys.unique(return_inverse=True)
     leader = rows.new_full((len(unit),), len(unit)).scatter_reduce_(0, key, rows, "amin")[key]
@@ -267,10 +267,10 @@ def cheapest_search(unit: Tensor, cosine: float, recall: float, seed: int) -> Se
     are centred, or are searched exactly.
     """
     n, d = unit.shape
-    order = torch.randperm(n, generator=generator(seed, "sample", n)).to(unit.device)
+    order = torch.randperm(n, generator=generator(seed, "sample", n), device="cpu").to(unit.device)
     left, right = unit[order[:SAMPLE]].float(), unit[order[-SAMPLE:]].float()
     mean = unit.mean(0).float()
-    same, at_threshold = _together(left, right), torch.tensor([acos(cosine) / pi], dtype=torch.float64)
+    same, at_threshold = _together(left, right), torch.tensor([acos(cosine) / pi], dtype=torch.float64, device="cpu")
     found = list(_searches(at_threshold, (same, 1 - same), n, d, recall, None))
     # Centring leaves the distance of two vectors as it is and shortens them, which widens their angle.
     half = ((1 - cosine) / 2) ** 0.5 / torch.linalg.vector_norm(left - mean, dim=-1)
@@ -309,7 +309,7 @@ def _searches(
 
 def _separating(apart: Tensor, pool: int) -> Tensor:
     """Probability that 0, 1, … `pool` hyperplanes separate a pair: binomial, averaged over `apart`."""
-    h = torch.arange(pool + 1, dtype=torch.float64)
+    h = torch.arange(pool + 1, dtype=torch.float64, device="cpu")
     log_count = torch.lgamma(h.new_tensor(pool + 1.0)) - torch.lgamma(h + 1) - torch.lgamma(pool - h + 1)
     p = apart.clamp(1e-300, 1 - 1e-12)[:, None]
     return torch.exp(log_count + h * p.log() + (pool - h) * torch.log1p(-p)).mean(0)
@@ -321,8 +321,8 @@ def _bands(share: Tensor, pool: int, bits: int, recall: float) -> tuple[int, flo
     A band of `k` bits reads none of the `h` hyperplanes that separate a pair with probability
     :math:`\binom{m - h}{k} / \binom{m}{k}`, independently of the other bands once h is given.
     """
-    h = torch.arange(pool + 1, dtype=torch.float64)
-    taken = torch.arange(bits, dtype=torch.float64)[:, None]
+    h = torch.arange(pool + 1, dtype=torch.float64, device="cpu")
+    taken = torch.arange(bits, dtype=torch.float64, device="cpu")[:, None]
     meet = ((pool - h - taken).clamp(min=0) / (pool - taken)).prod(0)
     miss = torch.log1p(-meet)  # −∞ at h = 0: such a pair meets in every band
 
@@ -368,10 +368,12 @@ def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
     Without centring a negated vector has the complementary bits: the smaller of both keys is the bucket.
     """
     normals = hyperplanes(unit.shape[-1], search.pool, unit, seed)
-    places = torch.rand(search.bands, search.pool, generator=generator(seed, "bands", search.bands, search.pool))
+    places = torch.rand(
+        search.bands, search.pool, generator=generator(seed, "bands", search.bands, search.pool), device="cpu"
+    )
     places = places.topk(search.bits).indices
-    powers = 2.0 ** torch.arange(search.bits).expand_as(places)
-    reading = torch.zeros(search.bands, search.pool).scatter_(1, places, powers).mT.to(unit)
+    powers = 2.0 ** torch.arange(search.bits, device="cpu").expand_as(places)
+    reading = torch.zeros(search.bands, search.pool, device="cpu").scatter_(1, places, powers).mT.to(unit)
     signed = [unit] if search.mean is None else [unit - search.mean, -unit - search.mean]
     keys = torch.empty(len(signed) * len(unit), search.bands, dtype=torch.int32, device=unit.device)
     parts = (part for vectors in signed for part in vectors.split(ROW_CHUNK))
@@ -420,7 +422,7 @@ def near_pairs(matrix: Tensor, *, name: str) -> tuple[Tensor, Tensor] | None:
     if d <= UNPROJECTED:
         found = near_duplicates(zero_nonfinite(matrix.to(computed_in(matrix.dtype))), cosine=NEAR)
         return found.pairs, found.cosines
-    onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name)).to(matrix.device)
+    onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name), device="cpu").to(matrix.device)
     sketch = torch.empty(n, SKETCH, device=matrix.device)
     for start, rows in row_blocks(matrix):
         torch.mm(rows.float(), onto, out=sketch[start : start + len(rows)])

@@ -123,7 +123,9 @@ def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
     least, most = matrix.amin((-2, -1), keepdim=True), matrix.amax((-2, -1), keepdim=True)
     scale = torch.maximum(-least, most)
     scale = scale.masked_fill(scale == 0, 1)  # products near 1 at every scale of the weights
-    draw = torch.randn(matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64)
+    draw = torch.randn(
+        matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64, device="cpu"
+    )
     start = normalize(matrix.mT @ normalize(draw.to(matrix), -2) / scale, -2)
     krylov = Krylov(basis=(start,)).forward(lambda v: matrix.mT @ (matrix @ v / scale) / scale, steps)
     top = torch.linalg.eigh(krylov.tridiagonal().cpu()).eigenvectors[..., -1:]
@@ -144,7 +146,7 @@ def largest_singular_value(matrix: Stored, *, name: str, steps: int = 32) -> flo
     def times(v: Tensor) -> Tensor:
         return normal_product(matrix, v[:, 0], scale=scale).unsqueeze(1)
 
-    start = torch.randn(matrix.shape[1], 1, generator=generator(0, "largest", name), dtype=torch.float64)
+    start = torch.randn(matrix.shape[1], 1, generator=generator(0, "largest", name), dtype=torch.float64, device="cpu")
     dtype = computed_in(matrix.dtype)
     krylov = Krylov(basis=(normalize(start, 0).to(matrix.device, dtype),))
     for step in range(min(steps, *matrix.shape)):

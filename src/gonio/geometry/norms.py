@@ -145,7 +145,7 @@ def check_finite(matrix: Tensor, function: str) -> None:
 def as_real(x: Array) -> Tensor:
     """Whatever ``torch.as_tensor`` takes as a real floating-point tensor; integers of other types become floats."""
     if not isinstance(x, Tensor):
-        x = torch.as_tensor(x)
+        x = torch.as_tensor(x, device="cpu")
         x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     if not x.is_floating_point():
         raise InvalidArgumentError(

@@ -88,9 +88,9 @@ def pair_statistics(
         if gram is not None and drawn == n and gram.has_cosines:
             totals.add(gram.cosines(), n, index * n)
             continue
-        order = torch.arange(n)
+        order = torch.arange(n, device="cpu")
         if drawn < n:
-            order = torch.randperm(n, generator=generator(0, "measure", f"{name}/{index}"))[:drawn]
+            order = torch.randperm(n, generator=generator(0, "measure", f"{name}/{index}"), device="cpu")[:drawn]
         totals.add(_cosines(matrix, order.to(matrix.device)), drawn, index * n)
     if not totals.count:
         return None
@@ -113,7 +113,7 @@ def pair_statistics_of_each(matrices: Tensor, gram: GramMatrix) -> list[PairStat
         totals.add(gram.cosines(), n, 0)
     elif n > 1:
         unit = row_directions(matrices)
-        totals.add([(0, unit @ unit.mT, torch.arange(n))], n, 0)
+        totals.add([(0, unit @ unit.mT, torch.arange(n, device="cpu"))], n, 0)
     return [*totals.statistics(d)] if totals.count else [None] * len(matrices)
 
 
@@ -142,7 +142,7 @@ def neighbour_ratio(matrix: Tensor, mean_square_cosine: float) -> tuple[float, f
     norms = row_norms(matrix)
     kept = (torch.isfinite(norms) & have_direction(norms, matrix.dtype)).nonzero().flatten()
     n = len(kept)
-    total, following, last = torch.zeros(matrix.shape[1], dtype=torch.float64), 0.0, None
+    total, following, last = torch.zeros(matrix.shape[1], dtype=torch.float64, device="cpu"), 0.0, None
     for rows in kept.split(max(1, PRODUCT // max(1, matrix.shape[1]))):
         unit = row_directions(matrix[rows]).double().cpu()
         joined = unit if last is None else torch.cat([last, unit])
@@ -220,17 +220,17 @@ class _Totals:
     def __init__(self, *, sampled: bool, matrices: int = 1) -> None:
         self.sampled = sampled
         self.count = self.added = 0
-        zeros = partial(torch.zeros, matrices, dtype=torch.float64)
+        zeros = partial(torch.zeros, matrices, dtype=torch.float64, device="cpu")
         self.angle, self.square_angle, self.square_cosine, self.coherence = zeros(), zeros(), zeros(), zeros()
-        self.near, self.opposite = (torch.zeros(matrices, dtype=torch.long) for _ in range(2))
+        self.near, self.opposite = (torch.zeros(matrices, dtype=torch.long, device="cpu") for _ in range(2))
         self.closest = [(0, 0)] * matrices
-        self.histogram = torch.zeros(matrices, BINS + 1, dtype=torch.long)
+        self.histogram = torch.zeros(matrices, BINS + 1, dtype=torch.long, device="cpu")
         self.fourth = self.spread = 0.0  # spread: variance over filters of the mean square cosine with the others
 
     def add(self, blocks: Iterable[CosineBlock], count: int, offset: int) -> None:
         """Add the cosines of `count` filters of one matrix, whose rows are counted from `offset` over all matrices."""
         if self.sampled:
-            self.sums = torch.zeros(count, dtype=torch.float64)  # of each filter's squared cosines
+            self.sums = torch.zeros(count, dtype=torch.float64, device="cpu")  # of each filter's squared cosines
         for start, cosines, rows in blocks:
             self._add_block(cosines, rows + offset if offset else rows, start)
         if self.sampled and count > 2:

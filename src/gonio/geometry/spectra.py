@@ -332,7 +332,9 @@ def energy_rank(matrices: Stored, found: SpectrumEstimate, share: float, *, name
 
 
 def _range_values(matrix: Stored, name: str) -> Tensor:
-    draw = torch.randn(matrix.shape[1], LARGEST_RANK, generator=generator(0, "sketch", name), dtype=torch.float64)
+    draw = torch.randn(
+        matrix.shape[1], LARGEST_RANK, generator=generator(0, "sketch", name), dtype=torch.float64, device="cpu"
+    )
     draw = draw.to(matrix.device, computed_in(matrix.dtype))
     basis = torch.linalg.qr(torch.cat([rows @ draw for _, rows in row_blocks(matrix)])).Q
     inside = torch.zeros_like(draw)  # (Qᵀ W)ᵀ

@@ -150,7 +150,7 @@ def _sine(squares: Tensor, k: int, residual: float, dtype: torch.dtype) -> float
 def _start(matrix: Tensor, k: int, seed: int) -> Tensor:
     """Random columns for the matrix, some more than k."""
     width = -(-(k + BLOCK) // MULTIPLE) * MULTIPLE
-    draw = torch.randn(len(matrix), width, generator=generator(seed, "top_subspace"), dtype=torch.float64)
+    draw = torch.randn(len(matrix), width, generator=generator(seed, "top_subspace"), dtype=torch.float64, device="cpu")
     return draw.to(matrix.device, computed_in(matrix.dtype))
 
 
@@ -388,7 +388,7 @@ def _largest_atom(krylov: Krylov) -> float:
     if not beside[-1]:  # the Krylov space is complete, and the measure is that of the nodes
         return largest
     ends = float(nodes[kept][0]) ** 0.5, float(nodes[-1]) ** 0.5
-    x = torch.linspace(*ends, GRID, dtype=torch.float64).square()
+    x = torch.linspace(*ends, GRID, dtype=torch.float64, device="cpu").square()
     before, now = torch.zeros_like(x), torch.ones_like(x)
     total = torch.ones_like(x)
     for j, alpha in enumerate(diagonal[:-1]):

@@ -172,7 +172,7 @@ def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: Vie
 
     See also: :func:`unview`, its exact inverse; :func:`operator_matrix`, the map on feature maps.
     """
-    weight = weight if isinstance(weight, Tensor) else torch.as_tensor(weight)
+    weight = weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device="cpu")
     check_shape(weight.shape, layout)
     if view not in VIEWS:
         raise InvalidArgumentError(
@@ -193,6 +193,11 @@ def matrix_view(weight: Tensor | ArrayLike, layout: Layout = PLAIN, *, view: Vie
     return filters.flatten(3).movedim(-1, 1).flatten(0, 1) if weight.ndim > 2 else filters
 
 
+def view_shape(shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters") -> torch.Size:
+    """The shape of :func:`matrix_view` of a weight of this shape: the numbers of matrices, rows and columns."""
+    return matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape
+
+
 def unview(
     matrix: Tensor | ArrayLike, shape: Sequence[int], layout: Layout = PLAIN, *, view: View = "filters"
 ) -> Tensor:
@@ -206,19 +211,20 @@ def unview(
         >>> torch.equal(gonio.geometry.unview(rows, weight.shape, view="taps"), weight)
         True
     """
-    matrix, shape = torch.as_tensor(matrix), torch.Size(shape)
-    expected = tuple(matrix_view(torch.empty(shape, device="meta"), layout, view=view).shape)
-    if tuple(matrix.shape) != expected:
+    rows = matrix if isinstance(matrix, Tensor) else torch.as_tensor(matrix, device="cpu")
+    shape = torch.Size(shape)
+    expected = tuple(view_shape(shape, layout, view=view))
+    if tuple(rows.shape) != expected:
         raise InvalidArgumentError(
             f"unview() to a weight of shape {tuple(shape)} needs its {view!r} matrices, of shape {expected}",
-            f"shape {tuple(matrix.shape)}",
+            f"shape {tuple(rows.shape)}",
             "Pass the result of matrix_view() with the same layout and view.",
         )
     if view == "last_two":
-        return matrix.reshape(shape)
+        return rows.reshape(shape)
     if view == "taps":
-        matrix = matrix.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
-    return from_matrices(torch.as_tensor(matrix), shape, layout)
+        rows = rows.unflatten(0, (layout.matrices, -1)).movedim(1, -1)
+    return from_matrices(rows, shape, layout)
 
 
 def from_matrices(matrices: Tensor, shape: torch.Size, layout: Layout) -> Tensor:

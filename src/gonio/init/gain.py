@@ -63,7 +63,7 @@ def _evaluate(activation: str | Activation, left: Tensor, width: Tensor) -> tupl
 
 def _quadrature(activation: str | Activation) -> tuple[Tensor, Tensor]:
     """Weights and values with which E[f(z)] and E[f(z)²] are sums; see Note [Quadrature]."""
-    left = torch.arange(-REACH, REACH, PANEL, dtype=torch.float64)
+    left = torch.arange(-REACH, REACH, PANEL, dtype=torch.float64, device="cpu")
     width = torch.full_like(left, PANEL)
     w, f = _evaluate(activation, left, width)
     size = float((w * f * f).sum().sqrt())
@@ -161,7 +161,7 @@ def _at_size(activation: str | Activation, size: float, z: Tensor) -> Tensor:
 
 
 def _is_odd_and_bounded(activation: str | Activation) -> bool:
-    z = torch.linspace(0, REACH, 257, dtype=torch.float64)
+    z = torch.linspace(0, REACH, 257, dtype=torch.float64, device="cpu")
     f, mirrored = _apply(activation, z), _apply(activation, -z)
     size = float(f.abs().max())
     return bool((f + mirrored).abs().max() <= 1e-6 * size) and abs(float(f[-1])) <= 0.2 * REACH

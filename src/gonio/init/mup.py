@@ -72,6 +72,10 @@ def growth(shape: Sequence[int], base: Sequence[int], layout: Layout = PLAIN, wa
     was = was or layout
     if len(shape) != len(base) or tuple(shape[2:]) != tuple(base[2:]):
         raise _apart(shape, base)
+    if 0 in (*shape, *base):  # a weight without entries
+        if tuple(shape) != tuple(base):
+            raise _apart(shape, base)
+        return Growth()
     check_shape(shape, layout)
     if not layout.transposed:
         return Growth(shape[1] / base[1], shape[0] / base[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.norms import computed_in, widest
-from gonio.geometry.views import PLAIN, Layout, View, matrix_view, unview
+from gonio.geometry.views import PLAIN, Layout, View, unview, view_shape
 from gonio.init.gain import Gain, resolve_gain
 from gonio.init.variance import check_fillable, fans, fresh_generator, write_
 
@@ -65,7 +65,7 @@ def orthogonal_(
         CPU.
     """
     check_fillable(weight, "orthogonal_")
-    matrices, rows, cols = _view_shape(weight, layout, view)
+    matrices, rows, cols = view_shape(weight.shape, layout, view=view)
     if preserve not in (None, "norm", "rms"):
         raise InvalidArgumentError(
             "orthogonal_() takes preserve=None, 'norm' or 'rms'", f"{preserve!r}", "Choose one of them."
@@ -77,10 +77,6 @@ def orthogonal_(
         scale *= sqrt(large / (fan.fan_out if preserve == "norm" else fan.fan_in))
     q = haar_columns(matrices, large, small, fresh_generator(generator), computed_in(weight.dtype), by_rows=tall)
     return write_(weight, unview((q if tall else q.mT).mul_(scale), weight.shape, layout, view=view))
-
-
-def _view_shape(weight: Tensor, layout: Layout, view: View) -> torch.Size:
-    return matrix_view(torch.empty(weight.shape, device="meta"), layout, view=view).shape
 
 
 def delta_orthogonal_(
@@ -106,7 +102,7 @@ def delta_orthogonal_(
         vanilla convolutional neural networks", 2018, Algorithm 1 and §2.4. https://arxiv.org/abs/1806.05393
     """
     check_fillable(weight, "delta_orthogonal_")
-    _, rows, cols = _view_shape(weight, layout, "taps")
+    _, rows, cols = view_shape(weight.shape, layout, view="taps")
     if weight.ndim < 3:
         raise InvalidArgumentError(
             "delta_orthogonal_() needs a convolution's weight", f"shape {tuple(weight.shape)}", "Use orthogonal_()."

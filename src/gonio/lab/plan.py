@@ -183,7 +183,7 @@ class Measure:
     """What the score of a run is, if it is not the task's metric on the test split.
 
     Attributes:
-        name: of the registry :data:`gonio.lab.running.measures.MEASURES`.
+        name: of the registry, one of :func:`gonio.lab.running.measures.measures`.
         options: arguments of that function; a recipe's own setting may replace some.
     """
 

@@ -148,8 +148,9 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
 
     Raises:
         NotApplicableError: with the path, if a layer or operation has no known constant, such as attention, layer
-            norm and products of activations, or if the model cannot be copied, traced or run on one example.
-        InvalidArgumentError: for an example that is not a batch in floating point, or steps below 1.
+            norm and products of activations, or if the model cannot be traced or run on one example.
+        InvalidArgumentError: for an example that is not a batch in floating point, steps below 1, or a model that
+            cannot be copied.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
@@ -176,7 +177,7 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
         if not empty and (reason := why_not_dense(parameter)) is not None:
             do = "Certify a part of the model without it."
             raise NotApplicableError("certify", name.rpartition(".")[0], reason, do, action="bound")
-    network = _copy_of(unwrapped(model)).double().eval()
+    network = copy_of(unwrapped(model)).double().eval()
     if facts_of(network) is not UNKNOWN or isinstance(network, (*WEIGHTED, *TORCH_NORMS)):
         network = nn.Sequential(network)  # the graph shows layers inside of a model
     points = given.detach().to(_reference(network))
@@ -205,14 +206,6 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
     return Certificate(upper=upper, lower=lower, rows=bounds.rows(gains), network=network, head=head)
 
 
-def _copy_of(model: nn.Module) -> nn.Module:
-    try:
-        return copy_of(model)
-    except Exception as error:  # of tensors and modules that cannot be copied
-        why = f"it cannot be copied ({first_line(error, kind=True)})"
-        raise NotApplicableError("certify", "", why, "Fold its weights first.", action="bound") from error
-
-
 def _outputs_of_one(bounds: UpperBounds, points: Tensor) -> Any:
     try:
         return bounds.run(points[:1].clone())
@@ -226,7 +219,7 @@ def _outputs_of_one(bounds: UpperBounds, points: Tensor) -> Any:
 
 def _reference(network: nn.Module) -> Tensor:
     tensors = (*network.parameters(), *network.buffers())
-    return next((p for p in tensors if p.is_floating_point()), torch.zeros((), dtype=torch.float64))
+    return next((p for p in tensors if p.is_floating_point()), torch.zeros((), dtype=torch.float64, device="cpu"))
 
 
 def _head_of(graph: Graph, upper: dict[fx.Node, float]) -> tuple[Tensor, float] | None:
@@ -295,7 +288,7 @@ def _widest_pair(network: nn.Module, points: Tensor, steps: int, seed: int) -> t
 
     x = points.clone()
     length = _PAIRS * size(x).mean().clamp(min=1e-3)
-    apart = torch.randn(x.shape, generator=generator(seed, "certify"), dtype=x.dtype).to(x)
+    apart = torch.randn(x.shape, generator=generator(seed, "certify"), dtype=x.dtype, device="cpu").to(x)
     best, found = -1.0, (x[:1], x[:1] + apart[:1])
     for step in range(steps):
         last = step >= steps // 2

@@ -114,19 +114,19 @@ class Measurements(Table[TensorMeasurement]):
     @property
     def verdict(self) -> Message:
         """What was found, and where, as a sentence."""
-        if not self.layers and not self.findings and any(tensor.status == "skipped" for tensor in self.tensors):
+        if self.layers or self.findings:
+            tensors = [tensor.path for tensor in self.tensors]
+            return verdict(self.findings, [layer.path for layer in self.layers], self._noun, tensors=tensors)
+        if any(tensor.status == "skipped" for tensor in self.tensors):
             return say("Nothing was measured: the weights are of kinds that are not read, as the last lines say.")
-        if not self.layers and not self.findings and not any(tensor.reason == UNKNOWN for tensor in self.tensors):
+        if not any(tensor.reason == UNKNOWN for tensor in self.tensors):
             return say(
                 "Nothing was measured: no tensor is known to be a stack of filters, for the reasons in the last lines."
             )
-        if not self.layers and not self.findings:
-            return say(
-                "Nothing was measured: no tensor is known to be a stack of filters. Call weights NAME.weight as torch "
-                "does, or pass the model with its checkpoint."
-            )
-        tensors = [tensor.path for tensor in self.tensors]
-        return verdict(self.findings, [layer.path for layer in self.layers], self._noun, tensors=tensors)
+        return say(
+            "Nothing was measured: no tensor is known to be a stack of filters. Call weights NAME.weight as torch "
+            "does, or pass the model with its checkpoint."
+        )
 
     @property
     def _noun(self) -> str:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
-import torch
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from gonio.errors import GonioError
 from gonio.escaping import json_data, plain, shorten
-from gonio.geometry import matrix_view
+from gonio.geometry.views import view_shape
 from gonio.measuring.reading.entry import TensorEntry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing.table import Table
@@ -158,6 +157,6 @@ def _header(entry: TensorEntry) -> TensorHeader:
     dtype, entries = dtype_named(entry.dtype), prod(entry.shape)
     if entry.layout is not None and len(entry.shape) > 1:
         with suppress(GonioError, RuntimeError):  # a shape that does not fit its layer, or one beyond all memory
-            view = matrix_view(torch.empty(entry.shape, device="meta"), entry.layout).shape
+            view = view_shape(entry.shape, entry.layout)
             known |= zip(("groups", "filters", "dim"), view, strict=True)
     return TensorHeader(**known, entries=entries, bytes=None if dtype is None else entries * dtype.itemsize)

@@ -29,7 +29,8 @@ from gonio.geometry.kernels import applies_to, rescaled
 from gonio.geometry.norms import computed_in, full_precision, least_norm, widen
 from gonio.nn import kernels
 from gonio.nn.conversion import RunningStatistics, check_plain, share_, with_weight_
-from gonio.nn.magnitude import SHORTEST, Number, scaled
+from gonio.nn.kernels import Number
+from gonio.nn.magnitude import SHORTEST, scaled
 from gonio.nn.operator import Operator
 
 # The logarithm of a learned coefficient counts within ±10, a factor of 22,026 either way: far beyond use, and its

@@ -25,6 +25,7 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, check_range
 from gonio.nn import kernels
 from gonio.nn.angular import Angular
+from gonio.nn.kernels import Number
 from gonio.plots import magnitude as draw_magnitude
 from gonio.plots import operator as draw_operator
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Ball", "Linear", "Logarithm", "Magnitude", "Mixed", "Segmented", "Sphere", "Tanh"]
 
-Number = float | Tensor
 Unit = Literal["mean_norm", "absolute"]
 Weighted = Literal["linear", "tanh_product", "tanh_each"]
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from gonio.messages import say
 from gonio.optim.vectors import Vectors, factors_of, norms_of, write_
 
 Step = Literal["free", "fixed"]
-STEPS = ("free", "fixed")
+STEPS = get_args(Step)
 KEY = "gonio_hold"  # in the state dict of an optimizer that has no state of a held weight yet
 CHECKED = 3  # the first steps, after which the norms are measured
 _WITHOUT_COPIES = "Train the weights themselves, in float32 under torch.autocast, instead of copies of them"
@@ -260,7 +260,7 @@ class Hold:
                 return
             for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
                 if parameter.requires_grad and not states.get(parameter):
-                    states[parameter] = {KEPT_RADIUS: torch.zeros(())}
+                    states[parameter] = {KEPT_RADIUS: torch.zeros((), device="cpu")}
             states[weight.parameter] = {}
         states[weight.parameter][KEPT_RADIUS] = weight.radius
 

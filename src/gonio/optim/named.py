@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from gonio.optim.muon import Muon
 from gonio.penalty.param_groups import param_groups
 
 Decay = Literal["all", "weights"]
-DECAYS = ("all", "weights")
+DECAYS = get_args(Decay)
 
 Range = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
 
@@ -144,6 +144,9 @@ def check_settings(settings: Mapping[str, Any], ranges: Mapping[str, Range] = RA
         if value is None or name not in ranges:
             continue
         said, holds = ranges[name]
+        number = ranges[name] in (POSITIVE, NOT_NEGATIVE, SHARE)
+        if number and (isinstance(value, bool) or not isinstance(value, (int, float))):  # a tensor passes as a number
+            raise InvalidArgumentError(f"{name} must be {said}", repr(value), "Give a number of Python.")
         if ranges[name] in (POSITIVE, NOT_NEGATIVE):
             check_range("training", **{name: value})
         if not holds(value):

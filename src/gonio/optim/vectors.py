@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import computed_in, whole
 
 Norm = Literal["matrix", "spectral", "filters", "columns"]
-NORMS = ("matrix", "spectral", "filters", "columns")
+NORMS = get_args(Norm)
 
 
 @dataclass(frozen=True)

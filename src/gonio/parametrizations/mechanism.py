@@ -205,6 +205,28 @@ def parametrizations_of_torch(module: nn.Module) -> dict[str, ParametrizationLis
     return {name: part for name, part in parts.items() if isinstance(part, ParametrizationList)}
 
 
+@contextmanager
+def without_steps(module: nn.Module) -> Iterator[None]:
+    """Torch's parametrizations of a module in evaluation mode: in training, spectral_norm takes a step at each read.
+
+    Example:
+        >>> layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        >>> with without_steps(layer):
+        ...     first, second = layer.weight, layer.weight
+        >>> torch.equal(first, second)
+        True
+    """
+    lists = parametrizations_of_torch(module).values()
+    parts = [part for each in lists for part in each.modules() if part.training]
+    try:
+        for part in parts:
+            part.training = False
+        yield
+    finally:
+        for part in parts:
+            part.training = True
+
+
 def child_name(name: str) -> str:
     """The name of the child module that parametrizes the tensor `name`."""
     return f"{name}_parametrization"

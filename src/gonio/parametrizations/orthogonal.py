@@ -72,8 +72,8 @@ class Orthogonal(Parametrization):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The nearest orthogonal tensor; orthonormal rows complete a rank-deficient weight."""
         layout = self.bound_layout
-        u, _, vh = torch.linalg.svd(matrix_view(widen(weight), layout), full_matrices=False)
-        return from_matrices(u @ vh, weight.shape, layout).to(weight.dtype)
+        nearest = completed_polar(matrix_view(widen(weight), layout))
+        return from_matrices(nearest, weight.shape, layout).to(weight.dtype)
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the rows (or columns) of each group are orthonormal up to the scale and rounding."""
@@ -106,6 +106,12 @@ def polar(matrices: Tensor) -> Tensor:
         return factor + _derivative(factor, vectors, values, matrices - matrices.detach())
     found: Tensor = apply(_EagerPolar, matrices) if ordinary_eager(matrices) else _Polar.apply(matrices)[0]
     return found
+
+
+def completed_polar(matrices: Tensor) -> Tensor:
+    """As :func:`polar`, without a derivative; orthonormal rows complete a rank-deficient matrix."""
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    return u @ vh
 
 
 def _decomposed(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

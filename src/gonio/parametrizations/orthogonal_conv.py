@@ -14,7 +14,7 @@ from gonio.execution import cut_like, is_sharded
 from gonio.geometry.conv_operator import Taps, frequencies, taps_of
 from gonio.geometry.norms import whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.orthogonal import corrected, polar
+from gonio.parametrizations.orthogonal import completed_polar, corrected, polar
 from gonio.parametrizations.parametrization import Parametrization
 
 _SWEEPS = 8  # of the search for the nearest kernel; twice as many come 1 to 3 % closer
@@ -246,7 +246,7 @@ def _nearest(target: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
     for _ in range(_SWEEPS if shape.axes else 0):
         for index in range(len(shape.axes)):
             rows[:, index] = _leading(_pull(target, shape, base, rows, index), shape.rank)
-        base = _polar(_pull(target, shape, base, rows, None))
+        base = completed_polar(_pull(target, shape, base, rows, None))
     return base, rows
 
 
@@ -259,7 +259,7 @@ def _peeled(target: Tensor, shape: _Shape) -> tuple[Tensor, Tensor]:
         difference = last @ last.mT - first @ first.mT
         rows[:, index] = _leading(difference if shape.moves(index) else -difference, shape.rank)
         target = shape.shortened(target, _projected(target, rows[:, index]), index)
-    return _polar(target.flatten(2)), rows
+    return completed_polar(target.flatten(2)), rows
 
 
 def _pull(target: Tensor, shape: _Shape, base: Tensor, rows: Tensor, index: int | None) -> Tensor:
@@ -280,9 +280,3 @@ def _leading(square: Tensor, rank: int) -> Tensor:
     """Eigenvectors of the `rank` largest eigenvalues of the symmetric part, as rows."""
     vectors = torch.linalg.eigh((square + square.mT) / 2).eigenvectors
     return vectors[..., vectors.shape[-1] - rank :].mT
-
-
-def _polar(matrices: Tensor) -> Tensor:
-    """The nearest matrices with orthonormal rows or columns; orthonormal rows complete a rank-deficient one."""
-    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
-    return u @ vh

@@ -154,7 +154,7 @@ class Parametrization(nn.Module, ABC):
         In float32, so that the codes survive casts to half precision and averages of equal models.
         """
         text = json.dumps(self._described(), sort_keys=True)
-        return torch.tensor(list(text.encode("ascii")), dtype=torch.float32)
+        return torch.tensor(list(text.encode("ascii")), dtype=torch.float32, device="cpu")
 
     def _described(self) -> dict[str, Any]:
         layout = None if self.layout is None else vars(self.layout)

@@ -336,7 +336,7 @@ def _unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...], sign: Ten
 def _random_vectors(shape: Sequence[int], like: Tensor) -> Tensor:
     """Unit vectors along the last dimension; they depend on the shape alone."""
     # CPU numbers on every device, so that a model starts equal wherever it lives.
-    drawn = torch.randn(*shape, generator=generator(0, "spectral norm", *shape), dtype=torch.float64)
+    drawn = torch.randn(*shape, generator=generator(0, "spectral norm", *shape), dtype=torch.float64, device="cpu")
     return (drawn / safe_norm(drawn, -1, keepdim=True)).to(like)
 
 

@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from gonio.editing.memory import overlapping
 from gonio.editing.where import sites, unwrapped
 from gonio.errors import InvalidArgumentError, listing
+from gonio.geometry.views import view_shape
 from gonio.penalty.penalty import Penalty
-from gonio.penalty.weights import view_shape, weights_of
+from gonio.penalty.weights import weights_of
 from gonio.surgery.facts import TABLES
 
 
@@ -141,7 +142,7 @@ def weights_and_tables(model: nn.Module) -> tuple[set[int], set[int]]:
         if isinstance(ref.module, TABLES):
             tables.update(map(id, ref.parameters()))
             continue
-        groups, filters, _ = view_shape(ref.tensor(), ref.layout)
+        groups, filters, _ = view_shape(ref.tensor().shape, ref.layout)
         own = ref.module._parameters.get(ref.name)
         for parameter in ref.parameters():
             if parameter.numel() > groups * filters or (parameter is own and parameter.ndim == 2):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from gonio.editing.where import Site, sites, unwrapped
 from gonio.errors import InvalidArgumentError
-from gonio.geometry.views import PLAIN, Layout, matrix_view, unview, why_not_dense
+from gonio.geometry.views import PLAIN, Layout, matrix_view, unview, view_shape, why_not_dense
 from gonio.penalty.decay import Groups, check_decay, decay_reasons, weights_and_tables, why_no_weight
 from gonio.penalty.output_layers import output_layers
 from gonio.penalty.penalty import Penalty
-from gonio.penalty.weights import WeightRef, view_shape, weights_of
+from gonio.penalty.weights import WeightRef, weights_of
 from gonio.surgery.blocks import Anatomy
 from gonio.surgery.facts import TABLES
 from gonio.surgery.stated import EXPERTS, HEADS, stated_number, stated_rows
@@ -239,7 +239,7 @@ def _cut(
     if (why := why_not_dense(parameter)) is not None:
         return why.removeprefix("its weight is ")
     try:
-        matrices, filters, columns = view_shape(parameter, layout)
+        matrices, filters, columns = view_shape(parameter.shape, layout)
     except InvalidArgumentError:  # as the norms of a weight norm along another axis than that of the groups
         return "a part of a weight, which is no stack of filters"
     if filters == 1:

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 from gonio.editing.memory import memory_key
 from gonio.editing.where import Site
 from gonio.errors import NotApplicableError
-from gonio.geometry.views import Layout, layout_of, matrix_view
+from gonio.geometry.views import Layout, layout_of
 from gonio.parametrizations.checkpoints import weight_by_hook, weights_of_hooks
-from gonio.parametrizations.mechanism import child_name, parametrizations_of_torch
+from gonio.parametrizations.mechanism import child_name, parametrizations_of_torch, without_steps
 
 _HELD = ("_g", "_v", "_orig")  # endings of the parameters in the place of a weight that a hook of torch computes
 
@@ -35,6 +35,9 @@ class WeightRef:
     def tensor(self) -> Tensor:
         """The effective weight, as the next forward uses it."""
         computed = weight_by_hook(self.module, self.name)
+        if computed is None and self.name in parametrizations_of_torch(self.module):
+            with without_steps(self.module):
+                return getattr(self.module, self.name)
         weight: Tensor = getattr(self.module, self.name) if computed is None else computed
         return weight
 
@@ -71,12 +74,6 @@ def weights_of(site: Site) -> Iterator[WeightRef]:
     """The weights with filters of one layer."""
     for name, layout in layouts_of(site.module).items():
         yield WeightRef(site.path, site.module, name, layout)
-
-
-def view_shape(weight: Tensor, layout: Layout) -> tuple[int, int, int]:
-    """The numbers of matrices, filters and columns of a weight, which may be of a kind that cannot be computed with."""
-    matrices, filters, columns = matrix_view(torch.empty(weight.shape, device="meta"), layout).shape
-    return matrices, filters, columns
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:

@@ -15,14 +15,13 @@ from torch import Tensor
 from gonio.errors import InvalidArgumentError, check_range
 from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
 from gonio.geometry.norms import WIDE, full_precision, whole, widen
-from gonio.geometry.views import Layout, unview
+from gonio.geometry.views import PLAIN, Layout, unview
 from gonio.regularizers.kernels import WithGradient
 from gonio.regularizers.schedules import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-PLAIN = Layout()
 AddGradient = Callable[..., "Evaluation"]  # the signature of `WeightRegularizer.add_gradient_`
 
 
@@ -161,7 +160,7 @@ class WeightRegularizer(Regularizer):
             return found
         evaluation, gradient = found
         if not layout.transposed:
-            return evaluation, gradient.view(weight.shape)
+            return evaluation, gradient.reshape(weight.shape)
         return evaluation, unview(gradient if gradient.dim() > 2 else gradient.unsqueeze(0), weight.shape, layout)
 
     # --- hooks for `gonio.Penalty` ----------------------------------------------------------------

@@ -173,7 +173,8 @@ class ScaleShift(ScaleRegularizer):
                 return self.add_gradient_(grad, weight, layout, factor=factor, state=state)
             share = self._share(weight, layout)
             numbers = [
-                torch.tensor(number, dtype=weight.dtype) for number in (factor, self._least(weight.dtype), share)
+                torch.tensor(number, dtype=weight.dtype, device="cpu")
+                for number in (factor, self._least(weight.dtype), share)
             ]
             blocks = zip(*(x.detach().view(layout.blocks, -1).unbind() for x in (grad, weight)), strict=True)
             terms = [add_(target, x, *numbers) for target, x in blocks]

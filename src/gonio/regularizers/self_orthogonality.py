@@ -144,7 +144,8 @@ class SelfOrthogonality(OutputRegularizer):
             tensor(0.)
         """
         free = max(samples - 1 if self.center else samples, 2)
-        return (torch.as_tensor(spread) - 1 / free) / (1 - 1 / free)
+        spread = spread if isinstance(spread, Tensor) else torch.tensor(spread, device="cpu")
+        return (spread - 1 / free) / (1 - 1 / free)
 
     def _evaluate(
         self, outputs: Tensor, groups: int, generator: torch.Generator | None, process_group: ProcessGroup | None

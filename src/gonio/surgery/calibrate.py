@@ -210,7 +210,7 @@ class _RunningMoments:
         joins = facts_of(module).joins
         together = isinstance(module, nn.SyncBatchNorm) or (joins is not None and joins(module))
         self.joins = several_ranks(self.group) and together
-        self.values = self.mean = self.within = self.between = torch.zeros((), dtype=torch.float64)
+        self.values = self.mean = self.within = self.between = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def add(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Add one batch (N, C, *positions): a forward pre-hook. The batches of an instance norm are its samples."""

@@ -47,8 +47,8 @@ class Operation:
     alike: bool = True
     keeps_constants: bool = True
     norm: nn.Module | None = None
-    scale: Tensor = field(default_factory=lambda: torch.ones(()))
-    shift: Tensor = field(default_factory=lambda: torch.zeros(()))
+    scale: Tensor = field(default_factory=lambda: torch.ones((), device="cpu"))
+    shift: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +193,8 @@ class _ChannelReader:
                 flow.source.readings.append(Reading(path, module, each, flow.operations))
             else:
                 flow.source.stop(refusal or say("{path} does not read its channels one by one", path=path))
-        own = self.found.setdefault(path, OutputChannels(path, module, why=refusal))
+        why = refusal or self.graph.why_read_at_rest(module)
+        own = self.found.setdefault(path, OutputChannels(path, module, why=why))
         if not refusal:
             count: Any = module.out_features if isinstance(module, nn.Linear) else module.out_channels
             self.flow[node] = _ChannelFlow(own, count, Position.made_by(module))

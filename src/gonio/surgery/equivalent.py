@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from gonio.editing.edit import Edit
 from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import require_model, sites, unwrapped
-from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line, with_article
 from gonio.messages import Message, say
 from gonio.seeding import generator
-from gonio.surgery.facts import facts_of
+from gonio.surgery.facts import CONVOLUTIONS, TABLES, facts_of
 
 # Relative deviations of outputs that are rounding, by dtype: a few operations more than the same ones.
 SAME_OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -114,12 +114,12 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
 def examples_for(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Iterator[Any]:
     """Inputs that the model may take, in the order in which they are tried."""
     random = generator(seed, "example")
-    reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros((), device="cpu"))
     for shape, indices in _candidates(model, batch):
         if indices:
-            yield torch.randint(indices, shape, generator=random).to(reference.device)
+            yield torch.randint(indices, shape, generator=random, device="cpu").to(reference.device)
         else:
-            yield torch.randn(shape, generator=random).to(reference)
+            yield torch.randn(shape, generator=random, device="cpu").to(reference)
     declared: Any = model.dummy_inputs if hasattr(type(model), "dummy_inputs") else None
     if isinstance(declared, Mapping):
         yield {name: value.to(reference.device) for name, value in declared.items() if isinstance(value, Tensor)}
@@ -133,7 +133,7 @@ def _candidates(model: nn.Module, batch: int) -> Iterator[tuple[tuple[int, ...],
             yield (batch, *declared[key]), 0
     match _first_layer(model):
         case nn.modules.conv._ConvNd() as conv:
-            shapes = [(batch, conv.in_channels, *[size] * (conv.weight.dim() - 2)) for size in _SIZES]
+            shapes = [(batch, conv.in_channels, *[size] * len(conv.kernel_size)) for size in _SIZES]
             yield from ((shape, 0) for shape in shapes if prod(shape) <= _MOST_ENTRIES)
             if isinstance(conv, nn.Conv1d) and conv.in_channels == 1:  # models of sound, which add the axis themselves
                 yield (batch, _SAMPLES), 0
@@ -159,10 +159,6 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     return _run(model, example)[0]
 
 
-_CHANNELS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-
-
 def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
     """Why a model cannot run on an example: which layer got what it does not take, and what to do; else empty."""
     last: list[tuple[str, nn.Module, Tensor]] = []
@@ -175,26 +171,34 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
         return "a model on the meta device, which has no values", "Load its weights first."
     with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
         for site in sites(plain):
-            if isinstance(site.module, (nn.Linear, *_CHANNELS, *_TABLES)):
+            if isinstance(site.module, (nn.Linear, *CONVOLUTIONS, *TABLES)):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path), with_kwargs=True))
                 hooks.enter_context(site.module.register_forward_hook(lambda *_: last.clear()))  # it takes its input
         try:
             call(plain, example)
-        except Exception:
-            path, module, given = last[0] if last else ("", plain, torch.empty(0))
+        except Exception as error:
+            raised = error
+            path, module, given = last[0] if last else ("", plain, torch.empty(0, device="cpu"))
         else:
             return "", ""
     leaves = tree_flatten(example)[0]
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         found = say("no tensor, but {kind}", kind=type(leaves[0]).__name__ if leaves else type(example).__name__)
         return found, say("Give tensors; torch.from_numpy(array) makes one of an array.")
-    if isinstance(module, _TABLES):
+    kind_fits = isinstance(raised, (TypeError, AttributeError)) and isinstance(example, (list, tuple))
+    entries = example if kind_fits and not last else ()
+    if (nested := next((each for each in entries if isinstance(each, (list, tuple))), None)) is not None:
+        wanted_names = ", ".join(inspect.signature(plain.forward).parameters)
+        inside = f"{with_article(type(nested).__name__)} of {len(nested)} inside of the example"
+        inside += f", with which the model raises {first_line(raised, kind=True)}"
+        return inside.rstrip("."), f"Give the arguments of the model's forward ({wanted_names}) themselves, as a tuple."
+    if isinstance(module, TABLES):
         return _no_indices(path, given, module.num_embeddings)
     if last and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dtype != given.dtype:
         names = {"given": str(given.dtype).removeprefix("torch."), "wanted": str(weight.dtype).removeprefix("torch.")}
         found = say("{given} at the layer {path!r}, whose weight has the dtype {wanted}", path=path, **names)
         return found, say("Convert the input: batch.to(torch.{wanted}).", **names)
-    if isinstance(module, _CHANNELS):
+    if isinstance(module, CONVOLUTIONS):
         what, wanted, axis = "channels", module.in_channels, given.dim() - len(module.kernel_size) - 1
     elif isinstance(module, nn.Linear):
         what, wanted, axis = "features", module.in_features, given.dim() - 1

@@ -123,7 +123,7 @@ def _gain(module: nn.Module) -> float:
 def _usual(others: list[nn.Module], *, norms: bool) -> float | None:
     """The median gain of the other layers of a kind that are not 0; None if there are none."""
     gains = [_gain(module) for module in others if _is_norm(module) == norms and not isinstance(module, TABLES)]
-    known = torch.tensor([gain for gain in gains if 0 < gain < float("inf")], dtype=torch.float64)
+    known = torch.tensor([gain for gain in gains if 0 < gain < float("inf")], dtype=torch.float64, device="cpu")
     return float(known.median()) if len(known) else None
 
 

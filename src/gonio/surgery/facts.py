@@ -260,8 +260,10 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
         if parameter.is_floating_point():
             parameter.data.uniform_(0.5, 1.5, generator=random)
     for shape in shapes:
-        x, other = (torch.randn(*shape, generator=random, dtype=torch.float64) for _ in range(2))
-        shift = 10 * torch.rand(1, shape[1], *[1] * (len(shape) - 2), generator=random, dtype=torch.float64)
+        x, other = (torch.randn(*shape, generator=random, dtype=torch.float64, device="cpu") for _ in range(2))
+        shift = 10 * torch.rand(
+            1, shape[1], *[1] * (len(shape) - 2), generator=random, dtype=torch.float64, device="cpu"
+        )
         given = (x, 2 * x, x + shift, other)
         try:
             with state_kept(), torch.no_grad(), warnings.catch_warnings():

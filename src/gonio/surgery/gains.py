@@ -108,8 +108,8 @@ class Gain:
 
 def _powers(gain: nn.Parameter, random: torch.Generator) -> Tensor:
     """Powers of two of both signs, by which floating-point numbers of any type are multiplied without rounding."""
-    exponent = torch.randint(-_MOST, _MOST + 1, gain.shape, generator=random, dtype=torch.float64)
-    sign = 2.0 * torch.randint(0, 2, gain.shape, generator=random, dtype=torch.float64) - 1
+    exponent = torch.randint(-_MOST, _MOST + 1, gain.shape, generator=random, dtype=torch.float64, device="cpu")
+    sign = 2.0 * torch.randint(0, 2, gain.shape, generator=random, dtype=torch.float64, device="cpu") - 1
     return (sign * exponent.exp2()).to(gain.device)
 
 

@@ -27,6 +27,7 @@ from gonio.editing.twin import in_mode, twin_of, without_wrappers
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
+from gonio.parametrizations.mechanism import without_steps
 from gonio.seeding import state_kept
 from gonio.surgery.facts import (
     ACTIVATIONS,
@@ -144,7 +145,9 @@ class Graph:
             return say("{path}: {why}", path=path, why=fixed(why))
         if self.call_counts[path] > 1:
             return say("{path} runs more than once", path=path)
-        if module._parameters.get("weight") is not getattr(module, "weight", None):
+        with without_steps(module):
+            computed = module._parameters.get("weight") is not getattr(module, "weight", None)
+        if computed:
             return say("{path} has a parametrized weight", path=path)
         if self.shares_parameters(module):
             return say("{path} shares its weight", path=path)
@@ -173,8 +176,11 @@ class Graph:
         """The paths of the parts that run in evaluation or in training."""
         return self._running.union(*(trace(self.model, training=mode)._running for mode in (False, True)))
 
-    def _why_read_at_rest(self, layer: nn.Module) -> str:
-        """Which layer that never runs would fit the outputs of this one, and may read them in another setting."""
+    def why_read_at_rest(self, layer: nn.Module) -> str:
+        """Which layer that never runs would fit the outputs of this one, and may read them in another setting.
+
+        Not one that may take the place of a layer that runs: it reads what that one reads.
+        """
         outputs = getattr(layer, "out_features", getattr(layer, "out_channels", 0))
         fitting = [
             path
@@ -182,7 +188,8 @@ class Graph:
             if isinstance(module, WEIGHTED) and path not in self._running
             if getattr(module, "in_features", getattr(module, "in_channels", 0)) == outputs
         ]
-        other = next((path for path in fitting if path not in self._ever_running), None)
+        apart = self._ever_running.union(self._at_rest.values()) if fitting else ()
+        other = next((path for path in fitting if path not in apart), None)
         return "" if other is None else say("{other} does not run, and may read the output of its layer", other=other)
 
     @cached_property
@@ -294,7 +301,7 @@ class Graph:
         if self.read_by_name[str(nodes[-1].target)]:
             return "its scale, shift or statistics are read elsewhere too"
         at, after = str(feeds[0].target), str(nodes[-1].target)
-        elsewhere = self._why_exchanged(at, after) or self._why_exchanged(after, at) or self._why_read_at_rest(layer)
+        elsewhere = self._why_exchanged(at, after) or self._why_exchanged(after, at) or self.why_read_at_rest(layer)
         return self._why_fixed(at, layer) or elsewhere or self._why_other_axis(feeds[0], layer) or layer
 
     def _why_other_axis(self, node: fx.Node, layer: nn.Module) -> str:

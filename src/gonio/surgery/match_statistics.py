@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -18,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
-from gonio.editing.twin import evaluating
+from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import Site, Where, left_out, modules_at, refuse_meta, refuse_shards, select, sites, why_not
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
@@ -144,7 +143,7 @@ class _Moments:
     """Of the outputs u of each filter without its bias, and of the sums S of the inputs that it reads, in float64."""
 
     count: int = 0
-    sums: Tensor = field(default_factory=lambda: torch.zeros(()))  # of u, S, u², uS, S²
+    sums: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))  # of u, S, u², uS, S²
 
     def add(self, u: Tensor, s: Tensor) -> None:
         u, s = (each.double().transpose(0, 1).flatten(1) for each in (u, s))
@@ -164,7 +163,7 @@ def _measured(model: nn.Module, path: str, batches: list[Any]) -> _Moments:
     moments = _Moments()
 
     def add(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], _output: Tensor) -> None:
-        own, ones = copy.deepcopy(module), copy.deepcopy(module)
+        own, ones = copy_of(module), copy_of(module)
         ones.weight.fill_(1.0)  # type: ignore[operator]
         for each in (own, ones):
             if each.bias is not None:

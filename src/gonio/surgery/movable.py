@@ -17,12 +17,10 @@ from gonio.surgery.equivalent import SameFunction
 from gonio.surgery.facts import WEIGHTED, facts_of
 from gonio.surgery.graph import Graph, called_function
 from gonio.surgery.scales import ChannelMap, ScaleVariable, scale_variables
-from gonio.surgery.symmetries import BlockSymmetries, block_symmetries
+from gonio.surgery.symmetries import CONVERGED, SWEEPS, BlockSymmetries, block_symmetries
 
 _AFTER_GATES = (nn.Linear, nn.Dropout, nn.Identity)
 _PRODUCTS = frozenset({"matmul", "bmm", "einsum", "scaled_dot_product_attention"})
-_SWEEPS = 10_000
-_CONVERGED = 1e-13  # of a log scale: rounding, so that the closed form is reached to float64 precision
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def _of_blocks(graph: Graph, node: fx.Node) -> bool:
 
 @torch.no_grad()
 def least_scales(
-    variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = _SWEEPS, tolerance: float = _CONVERGED
+    variables: list[ScaleVariable], *, per_channel: bool, sweeps: int = SWEEPS, tolerance: float = CONVERGED
 ) -> LeastSum:
     r"""The least sum of squared weights over the free scales, by coordinate descent.
 
@@ -148,11 +146,13 @@ class LeastSum:
     """
 
     def __init__(self, variables: list[ScaleVariable]) -> None:
-        self.scales = {v: torch.ones(v.channels, dtype=torch.float64) for v in variables}
+        self.scales = {v: torch.ones(v.channels, dtype=torch.float64, device="cpu") for v in variables}
         parts = [part for v in variables for part in (*v.producers, *(c for c, _ in v.consumers))]
         self.layers = list(dict.fromkeys(parts))
-        self.rows = {layer: torch.ones(layer.out_channels, dtype=torch.float64) for layer in self.layers}
-        self.columns = {layer: torch.ones(layer.in_channels, dtype=torch.float64) for layer in self.layers}
+        self.rows = {layer: torch.ones(layer.out_channels, dtype=torch.float64, device="cpu") for layer in self.layers}
+        self.columns = {
+            layer: torch.ones(layer.in_channels, dtype=torch.float64, device="cpu") for layer in self.layers
+        }
         self.lengthened = _over_relaxation(variables)
         self.before = self.after = self.sum_of_squares()
         self.converged = False

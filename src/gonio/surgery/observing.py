@@ -209,6 +209,7 @@ class _Reading(Products):
         names = given | {"softmax": softmax, "scaled_dot_product_attention": attention}
         shown = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
         shown.__kwdefaults__ = func.__kwdefaults__
+        names[func.__name__] = shown  # the function calls itself by this name where a default device is set
         return shown(*args, **kwargs)
 
 

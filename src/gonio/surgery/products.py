@@ -182,7 +182,7 @@ def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple
 
     Empty ones where it is no product of two matrices.
     """
-    nothing = torch.empty(0), torch.empty(0), ()
+    nothing = torch.empty(0, device="cpu"), torch.empty(0, device="cpu"), ()
     if not isinstance(equation, str) or "->" not in equation:
         return nothing
     inputs, out = equation.replace(" ", "").replace("...", ".").split("->")

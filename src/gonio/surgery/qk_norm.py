@@ -241,7 +241,9 @@ def _with_random_weights(layer: Any, heads: _Heads) -> QKNormLinear:
     new, random = _made(layer, heads, _NOTHING), generator(0, "qk_norm")
     for name, scale in (("weight", layer.in_features**-0.5), ("bias", 1.0)):
         shape = layer.weight.shape if name == "weight" else layer.weight.shape[:1]
-        new._parameters[name] = nn.Parameter((scale * torch.randn(shape, generator=random)).to(layer.weight))
+        new._parameters[name] = nn.Parameter(
+            (scale * torch.randn(shape, generator=random, device="cpu")).to(layer.weight)
+        )
     return new
 
 

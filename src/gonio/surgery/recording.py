@@ -315,7 +315,9 @@ class Recorder(Products):
     def _norm_hook(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """A forward hook of a module without children: a norm if it removes the scale of its input."""
         given = [t for t in tensors_of(args, kwargs) if t.is_floating_point()]
-        if len(given) != 1 or not isinstance(out, Tensor) or out.shape != given[0].shape or out.ndim < 2:
+        if len(given) != 1 or not isinstance(out, Tensor) or out.shape != given[0].shape:
+            return None
+        if out.ndim < 2 or not out.numel():
             return None
         shape = (2, *out.shape[1:]) if out.ndim == 4 else (4, out.shape[-1])
         key = (type(module), shape, tuple(p.shape for p in module.parameters()))
@@ -330,7 +332,9 @@ class Recorder(Products):
         self._paused = True
         gains = _gains_of(module, given[0])
         self._paused = False
-        names = tuple(self._names[id(module._parameters[n])] for n in gains)
+        names = tuple(n for n in (self._names.get(id(module._parameters[gain])) for gain in gains) if n)
+        if len(names) < len(gains):  # other tensors are in the place of the model's, as in functional_call
+            return self._normed(given[0], out)
         self.run.norms.update(dict.fromkeys(names))
         passed = self._normed(given[0], out)
         of_input = not passed.requires_grad
@@ -458,7 +462,7 @@ def _pop(stack: list[str], *_: Any) -> None:
 
 def noise_like(x: Tensor, name: str, number: int = 0) -> Tensor:
     """Normal numbers, drawn for this name and number, in the shape, dtype and device of `x`."""
-    return torch.randn(x.shape, generator=generator(number, name)).to(x)
+    return torch.randn(x.shape, generator=generator(number, name), device="cpu").to(x)
 
 
 def same(a: Tensor, b: Tensor, share: float | None = None) -> bool:

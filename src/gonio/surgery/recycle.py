@@ -336,7 +336,9 @@ class _Recycled:
         module = self.channels.module
         weight, rows = self.values.write(module.get_parameter("weight")), self._rows().clone()
         norm = rows[self.others].norm(dim=1).median()
-        directions = torch.randn(len(self.filters), rows.shape[1], generator=random, dtype=torch.float64).to(rows)
+        directions = torch.randn(
+            len(self.filters), rows.shape[1], generator=random, dtype=torch.float64, device="cpu"
+        ).to(rows)
         rows[self.filters] = norm * directions / directions.norm(dim=1, keepdim=True)
         layout = layout_of(module)
         weight.copy_(unview(rows.unflatten(0, (layout.matrices, -1)), weight.shape, layout))
@@ -421,7 +423,9 @@ def _store_(edit: Edit, values: _Values, made: list[_Recycled], same: SameFuncti
             for name, start in _STARTS.items():
                 tensor = state.get(name)
                 if tensor is not None:
-                    _set_entries_(edit, norm, name, recycled.filters, torch.full((len(recycled.filters),), start))
+                    _set_entries_(
+                        edit, norm, name, recycled.filters, torch.full((len(recycled.filters),), start, device="cpu")
+                    )
     if any(recycled.norms for recycled in made):
         _measure_(edit, made, same)
 

@@ -119,7 +119,7 @@ def _matrix(turn: Turn, kind: str, random: torch.Generator) -> Tensor:
     plain = None if turn.keeps_mean or kind == "random" else hadamard(turn.size)
     if plain is None:
         return random_turn(turn.size, random, keeps_mean=turn.keeps_mean)
-    signs = 2.0 * torch.randint(0, 2, (turn.size,), generator=random, dtype=torch.float64) - 1
+    signs = 2.0 * torch.randint(0, 2, (turn.size,), generator=random, dtype=torch.float64, device="cpu") - 1
     return plain * signs * turn.size**-0.5
 
 
@@ -158,14 +158,14 @@ def _paley(size: int) -> Tensor | None:
     """Of size 1, or 1 + a prime 4m + 3: I + S with the skew matrix of quadratic residues."""
     prime = size - 1
     if prime == 0:
-        return torch.ones(1, 1, dtype=torch.float64)
+        return torch.ones(1, 1, dtype=torch.float64, device="cpu")
     if prime % 4 != 3 or any(prime % n == 0 for n in range(2, isqrt(prime) + 1)):
         return None
-    residue = torch.full((prime,), -1.0, dtype=torch.float64)
-    residue[torch.arange(1, prime).square() % prime] = 1
+    residue = torch.full((prime,), -1.0, dtype=torch.float64, device="cpu")
+    residue[torch.arange(1, prime, device="cpu").square() % prime] = 1
     residue[0] = 0
-    found = torch.eye(size, dtype=torch.float64)
+    found = torch.eye(size, dtype=torch.float64, device="cpu")
     found[0, 1:], found[1:, 0] = 1, -1
-    place = torch.arange(prime)
+    place = torch.arange(prime, device="cpu")
     found[1:, 1:] += residue[(place[:, None] - place) % prime]
     return found

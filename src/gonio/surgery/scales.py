@@ -132,7 +132,10 @@ class _ScaleReader:
                 variable.consumers.append((layer, each))
             else:
                 variable.pin(say("{path} does not read its channels one by one", path=path))
-        self.flow[node] = _Flow(self._new(layer), Position.made_by(module))
+        made = self._new(layer)
+        if why := self.graph.why_read_at_rest(module):
+            made.pin(why)
+        self.flow[node] = _Flow(made, Position.made_by(module))
 
     def _read_batch_norm(self, node: fx.Node, module: nn.Module) -> None:
         path, flows = str(node.target), self._inputs(node)

@@ -26,8 +26,8 @@ from gonio.surgery.facts import may_change
 from gonio.surgery.products import floats_in
 from gonio.surgery.recording import Part
 
-_SWEEPS = 10_000
-_CONVERGED = 1e-13  # of the logarithm of a factor
+SWEEPS = 10_000
+CONVERGED = 1e-13  # of the logarithm of a factor: rounding, so that closed forms are reached to float64 precision
 _EXPONENTS = {torch.float16: 3}  # of the powers of two of a trial, where the range of a type is small
 _UNITS = "up and down"
 _ACTIVATION = "the activation is not positively homogeneous"
@@ -211,14 +211,14 @@ def _sides(heads: Iterable[tuple[int, tuple[Part, ...]]], grain: _Grain) -> tupl
     joined: dict[tuple[str, int, str, int], list[tuple[Tensor, Tensor]]] = {}
     most = 0
     for group, parts in heads:
-        place = torch.arange(sum(part.count for part in parts))
+        place = torch.arange(sum(part.count for part in parts), device="cpu")
         half = max(len(place) // 2, 1)
         within = {"channel": place, "half": place % half, "pairs": place // 2}.get(grain, torch.zeros_like(place))
         units = within + (0 if grain == "block" else group * (int(within.max()) + 1))
         most = max(most, int(units.max()) + 1)
         for part, mine in zip(parts, units.split([part.count for part in parts]), strict=True):
             key = (part.tensor, part.dim, part.bias, part.bias_start)
-            joined.setdefault(key, []).append((torch.tensor(part.indices), mine))
+            joined.setdefault(key, []).append((torch.tensor(part.indices, device="cpu"), mine))
     return tuple(Side(*key, *map(torch.cat, zip(*each, strict=True))) for key, each in joined.items()), most
 
 
@@ -294,7 +294,7 @@ class TwinTrial(ABC, Generic[Change]):
         for name, p in parameters.items():
             value = p.detach()
             if value.numel() and why_not_dense(p) is None and bool((value == value.flatten()[0]).all()):
-                self.start[name] = value + 0.1 * torch.randn(value.shape, generator=random).to(value)
+                self.start[name] = value + 0.1 * torch.randn(value.shape, generator=random, device="cpu").to(value)
 
     @abstractmethod
     def holds(self, changes: Sequence[Change]) -> bool:
@@ -377,7 +377,8 @@ class OfBlocks(TwinTrial[Symmetry]):
         random = generator(0, "symmetries")
         most = min(_EXPONENTS.get(p.dtype, 20) for s in changes for p in map(self.parameters.__getitem__, s.tensors))
         exponents = [
-            torch.randint(-most, most + 1, _shape(each), generator=random, dtype=torch.float64) for each in changes
+            torch.randint(-most, most + 1, _shape(each), generator=random, dtype=torch.float64, device="cpu")
+            for each in changes
         ]
         for sign in (1, -1):
             factors = Factors(self.parameters)
@@ -439,7 +440,7 @@ class Factors:
                     places.append((side.bias, self.parameters[side.bias].ndim - 1, side.index + side.bias_start))
                 for name, dim, index in places:
                     shape = (*factors.shape[:-1], self.parameters[name].shape[dim])
-                    along = self._along.setdefault((name, dim), torch.ones(shape, dtype=torch.float64))
+                    along = self._along.setdefault((name, dim), torch.ones(shape, dtype=torch.float64, device="cpu"))
                     along[..., index] *= own
 
     def of(self, name: str) -> Tensor:
@@ -449,7 +450,7 @@ class Factors:
     def exact(self, name: str) -> Tensor:
         """The factor of every entry of a tensor in float64."""
         parameter = self.parameters[name]
-        found = torch.ones([1] * parameter.ndim, dtype=torch.float64)
+        found = torch.ones([1] * parameter.ndim, dtype=torch.float64, device="cpu")
         for (tensor, dim), along in self._along.items():
             if tensor == name:
                 shape = [1] * parameter.ndim
@@ -461,7 +462,7 @@ class Factors:
 
     def squares(self, symmetry: Symmetry, sides: Sequence[Side]) -> Tensor:
         """For each factor the sum of squares of the weights that it acts on, at the present factors."""
-        found = torch.zeros(_shape(symmetry), dtype=torch.float64)
+        found = torch.zeros(_shape(symmetry), dtype=torch.float64, device="cpu")
         for side in sides:
             rows = self._rows(side.tensor, side.dim, stacked=symmetry.experts > 0)
             found.index_add_(-1, side.units, rows.index_select(-1, side.index))
@@ -509,8 +510,8 @@ def least_factors(
     symmetries: Sequence[Symmetry],
     parameters: Mapping[str, nn.Parameter],
     *,
-    sweeps: int = _SWEEPS,
-    tolerance: float = _CONVERGED,
+    sweeps: int = SWEEPS,
+    tolerance: float = CONVERGED,
     sums: Sums | None = None,
 ) -> LeastFactors:
     r"""The factors at which the sum of the squared weights is least.

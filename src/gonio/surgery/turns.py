@@ -85,18 +85,24 @@ class Turn:
 def random_turn(size: int, random: torch.Generator, *, keeps_mean: bool = False) -> Tensor:
     """A random orthogonal matrix in float64 (Haar), among those that map the vector of ones to itself if wanted."""
     inner = size - keeps_mean
-    free = orthogonal_(torch.empty(inner, inner, dtype=torch.float64), generator=random) if inner else torch.empty(0, 0)
+    free = (
+        orthogonal_(torch.empty(inner, inner, dtype=torch.float64, device="cpu"), generator=random)
+        if inner
+        else torch.empty(0, 0, device="cpu")
+    )
     return keeping_mean(free) if keeps_mean else free
 
 
 def keeping_mean(free: Tensor) -> Tensor:
     """An orthogonal matrix, one larger, that maps the vector of ones to itself and turns what is orthogonal to it."""
     size = len(free) + 1
-    inner = torch.eye(size, dtype=torch.float64)
+    inner = torch.eye(size, dtype=torch.float64, device="cpu")
     inner[1:, 1:] = free
-    normal = torch.full((size,), -(size**-0.5), dtype=torch.float64)
+    normal = torch.full((size,), -(size**-0.5), dtype=torch.float64, device="cpu")
     normal[0] += 1  # of the mirror between the first axis and the ones
-    mirror = torch.eye(size, dtype=torch.float64) - 2 * torch.outer(normal, normal) / max(float(normal @ normal), 1e-30)
+    mirror = torch.eye(size, dtype=torch.float64, device="cpu") - 2 * torch.outer(normal, normal) / max(
+        float(normal @ normal), 1e-30
+    )
     return mirror @ inner @ mirror
 
 
@@ -348,7 +354,7 @@ class _Spaces:
             for leaf in sources:
                 self._space(leaf).why_not = say("{name} reads complex numbers", name=name)
             return
-        shown = torch.rand(size, generator=generator(3, "turns")).to(x.device) < 0.5
+        shown = torch.rand(size, generator=generator(3, "turns"), device="cpu").to(x.device) < 0.5
         masked = noise * shown.view([size if d == channel % x.ndim else 1 for d in range(x.ndim)]).to(noise)
         some = self._sources(x, masked)
         added = [leaf for leaf in sources if leaf.size == size and not _reaches(some.get(leaf), leaf.channel, ~shown)]

@@ -67,7 +67,7 @@ class Uncopied(nn.Linear):
 
 def test_a_model_that_cannot_be_copied_has_no_bound() -> None:
     model = nn.Sequential(Uncopied(8, 8))
-    with pytest.raises(NotApplicableError, match=r"certify: cannot bound the model: it cannot be copied \(RuntimeErr"):
+    with pytest.raises(InvalidArgumentError, match=r"a copy of the model is needed; found it cannot be copied \(Runt"):
         gonio.certify(model, X)
 
 

@@ -184,7 +184,7 @@ def test_a_claim_on_a_model_of_ones_own_is_labelled(claim: str, tmp_path: Path) 
     assert "model of your own: residual-mlp" in " ".join(said.split())
     page = (out / "claims.html").read_text(encoding="utf-8")
     assert "model residual-mlp in place of the claim" in page
-    assert "gonio reproduce tiny --model residual-mlp --seeds 1" in page
+    assert f"gonio reproduce {claim} --model residual-mlp --seeds 1" in page, "a name would not be found"
 
 
 def test_a_second_call_keeps_the_claims_of_the_first_on_the_page(claim: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def seen(values: tuple[float, ...], **fields: object) -> Evidence:
         (seen((2.0, 2.1)), "undecided", "There are 2 seeds with all runs, too few"),
         (seen(()), "undecided", "There are 0 seeds"),
         (seen(RISE, obstacle="No arm trains."), "not a fair test", "No arm trains"),
+        (seen((0.0,) * 8, sesoi=0.0), "undecided", "no smallest effect of interest is named"),
         (seen((0.1, 0.12, 0.09, 0.11), direction="same"), "reproduced", "lies within ±1 point"),
         (seen((0.0,) * 5, direction="same"), "reproduced", "lies within"),
         (seen(RISE, direction="same"), "contradicted", "outside of ±1 point"),

@@ -13,7 +13,8 @@ from gonio.lab.claims.claim import (
     load_claim,
     load_claims,
     recorded,
-    shipped_names,
+    shipped_files,
+    useless_entry_points,
 )
 from gonio.lab.claims.experiment import ClaimOptions, claims_in, judge_claims, plan_claim, try_claims
 from gonio.lab.claims.fairness import Runs
@@ -45,8 +46,9 @@ __all__ = [
     "load_claims",
     "plan_claim",
     "recorded",
-    "shipped_names",
+    "shipped_files",
     "tally",
     "try_claims",
+    "useless_entry_points",
 ]
 __dir__ = __all__.copy  # the public names alone

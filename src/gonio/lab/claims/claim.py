@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model, model_validator
 
 from gonio.errors import ClaimError, GonioError, InvalidArgumentError, UnknownNameError, closest
 from gonio.escaping import shorten
+from gonio.lab.claims.expanding import FormError, expanded
 from gonio.lab.plan import TRAINING_RANGES, Measure, TrainingConfig
 from gonio.lab.running.measures import spec_of
 from gonio.messages import say
 from gonio.models.by_name import is_user_code
 from gonio.optim.named import check_settings
-from gonio.recipes import Recipe
+from gonio.recipes import BASELINE, Recipe, built_in_names
 from gonio.recipes.document import from_data, parse, read
 
 # The five documents that the claims come from, the control of the method itself, and all other sources.
@@ -44,36 +44,23 @@ SCOPES: Mapping[str, str] = {
 CHOICE_SEEDS = (1_000_033, 1_000_037)  # runs that choose a dose; they are not judged
 FEWEST_DOSES = 6
 CONTROLS = ("again", "longer")  # arms that every experiment gets, see :func:`controlled`
+_SUFFIXES = (".yaml", ".yml")
 _CATALOG = Path(__file__).with_name("catalog")
 _FAMILIES = Path(__file__).with_name("families.yaml")
 _RECORDED = Path(__file__).with_name("recorded.json")  # written by docs/build_claims.py
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+-]*$", max_length=60)]
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+_Reason = Annotated[str, StringConstraints(strip_whitespace=True)]
 _CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class TrainingFields(BaseModel):
-    """Fields of :class:`TrainingConfig`; those that are missing are the task's own."""
+_OPTIONAL: Any = {name: (kind | None, None) for name, kind in get_type_hints(TrainingConfig).items()}
+_Fields: Any = create_model("_Fields", __config__=_CLOSED, **_OPTIONAL)
 
-    model_config = _CLOSED
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    optimizer: str | None = None
-    momentum: float | None = None
-    weight_decay: float | None = None
-    schedule: str | None = None
-    warm_up: float | None = None
-    decay: str | None = None
-    clip: float | None = None
-    label_smoothing: float | None = None
-    ema: float | None = None
-    precision: str | None = None
-    accumulate: int | None = None
-    betas: tuple[float, float] | None = None
-    others_factor: float | None = None
-    channels_last: bool | None = None
+
+class TrainingFields(_Fields):
+    """Fields of :class:`TrainingConfig`; those that are missing are the task's own."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -108,10 +95,10 @@ class Fair(BaseModel):
     floor: float | None = None
     ceiling: float | None = None
     margin: Annotated[float, Field(gt=0)] | None = None
-    untrained: str = ""
-    unequal: str = ""
-    speed: str = ""
-    untuned: str = ""
+    untrained: _Reason = ""
+    unequal: _Reason = ""
+    speed: _Reason = ""
+    untuned: _Reason = ""
 
 
 class Arm(BaseModel):
@@ -153,6 +140,8 @@ class Arm(BaseModel):
     @property
     def built_recipe(self) -> Recipe:
         """The recipe, named after the arm."""
+        if isinstance(self.recipe, str) and self.recipe not in (known := [BASELINE, *built_in_names()]):
+            raise UnknownNameError("recipe", self.recipe, known)  # a file would not be kept beside the runs
         content = Recipe.load(self.recipe).to_dict() if isinstance(self.recipe, str) else self.recipe
         return Recipe.from_dict({**content, "name": self.name})
 
@@ -267,8 +256,16 @@ class Claim(BaseModel):
     def _check(self) -> Self:
         if bool(self.not_tried) == bool(self.quick or self.full):
             raise ValueError("a claim has an experiment, quick or full, or says under not_tried why there is none")
-        for setting in filter(None, (self.quick, self.full)):
-            self._check_setting(setting)
+        try:
+            spec_of(Measure(self.measure, self.options))
+        except GonioError as error:
+            raise ValueError(f"measure: {error}") from error
+        for name, setting in (("quick", self.quick), ("full", self.full)):
+            try:
+                if setting is not None:
+                    self._check_setting(setting)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         return self
 
     def _check_setting(self, setting: Experiment) -> None:
@@ -342,15 +339,18 @@ def load_claim(source: str | Path) -> Claim:
         >>> claim.seed, claim.direction, claim.full.sides
         ('000', 'smaller', ('plain', 'self-orthogonality'))
     """
-    if Path(source).suffix in (".yaml", ".yml"):
+    if Path(source).suffix in _SUFFIXES:
         return _load(Path(source))
     name = str(source)
     if name in claim_names():
         return _of_catalog(name)
-    shipped = _shipped()
+    shipped = shipped_files()
     if name not in shipped:
         raise UnknownNameError("claim", name, [*claim_names(), *shipped])
-    return _load(shipped[name])
+    if len(shipped[name]) > 1:
+        found = " and ".join(str(path.parent) for path in shipped[name])
+        raise InvalidArgumentError(f"{name} must be a claim of one package", found, "Name one of the files.")
+    return _load(shipped[name][0])
 
 
 @cache
@@ -360,7 +360,10 @@ def _of_catalog(name: str) -> Claim:
 
 
 def _load(path: Path) -> Claim:
-    claim = read_claim(parse(read(path), origin=path.name).data, origin=path.name)
+    claim = read_claim(parse(read(path), origin=str(path)).data, origin=str(path))
+    if path.parent != _CATALOG and claim.name in claim_names():  # which has a family and verdicts of its own
+        needs = f"a claim of your own needs a name of its own, and {claim.name} is one of the catalogue"
+        raise ClaimError(needs, str(path), "Change `name` in the file.")
     if path.parent == _CATALOG and not claim.claim_zh:
         needs = f"{path.name} is a claim of the catalogue and must have a Chinese sentence"
         raise ClaimError(needs, "no claim_zh", "Add it.")
@@ -376,15 +379,16 @@ def read_claim(data: Any, *, origin: str) -> Claim:
     try:
         content = from_data(data, origin=origin).data
         if isinstance(content, dict):
-            content = {key: _expanded(value) if key in ("quick", "full") else value for key, value in content.items()}
+            content = {
+                key: expanded(value, key) if key in ("quick", "full") else value for key, value in content.items()
+            }
         # as JSON, where a strict schema takes lists for tuples
         return Claim.model_validate_json(json.dumps(content))
-    except (TypeError, KeyError, AttributeError, ValueError) as error:  # a grid, doses or contrast of another form
-        if isinstance(error, ValidationError):
-            raise _invalid(error, origin) from error
-        needs = f"{origin} must be a claim"
-        do = "Give a grid series, levels and a recipe, and doses and a contrast numbers."
-        raise ClaimError(needs, f"{type(error).__name__}: {error}", do) from error
+    except ValidationError as error:  # one sentence with every problem
+        found = "; ".join(map(_told, error.errors()))
+        raise ClaimError(f"{origin} must be a claim", found, "Correct the file.") from error
+    except FormError as error:
+        raise ClaimError(f"{origin} must be a claim", str(error), "Correct the file.") from error
 
 
 def _keys_under(parent: str) -> list[str]:
@@ -400,11 +404,6 @@ def _keys_under(parent: str) -> list[str]:
     return list(shapes[parent].model_fields) if parent in shapes else []
 
 
-def _invalid(error: ValidationError, origin: str) -> ClaimError:
-    """One sentence with every problem."""
-    return ClaimError(f"{origin} must be a claim", "; ".join(map(_told, error.errors())), "Correct the file.")
-
-
 def _told(row: Any) -> str:
     """One problem of the validator in words of a claim: where it is, what was found and what is accepted."""
     *above, last = [*row["loc"]] or [""]
@@ -418,72 +417,14 @@ def _told(row: Any) -> str:
     said = row["msg"].removeprefix("Value error, ").rstrip(".")
     if kind == "value_error":
         said, _, hint = said.partition(" Did you mean ")
+        at = said.partition(":")[0] if not row["loc"] and said.partition(":")[0] in Claim.model_fields else at
+        said = said.removeprefix(f"{at}: ")
         return f"{at}: {said.rstrip('.')}" + (f" (did you mean {hint})" if hint else "")
     said = said.replace("Input should be an object", "a mapping").replace("a valid string", "text")
     if kind == "string_pattern_mismatch":
         said = "small letters, digits and . + - alone"
     accepted = said.removeprefix("Input should be ").removeprefix("Input should ").removeprefix("String should have ")
     return f"{at}: {shorten(repr(row['input']), longest=60)}, but expected {accepted}"
-
-
-def _expanded(setting: Any) -> Any:
-    """An experiment as data with the arms of its `grid` and the patterns of its `contrast` written out."""
-    if not isinstance(setting, dict):
-        return setting
-    arms = [dose for arm in (*setting.get("arms", ()), *_grid(setting.get("grid", {}))) for dose in _doses(arm)]
-    names = list(dict.fromkeys(arm.get("of") or arm["name"] for arm in arms if isinstance(arm, dict) and "name" in arm))
-    contrast: dict[str, Any] = {}
-    for pattern, weight in setting.get("contrast", {}).items():
-        matched = [name for name in names if any(fnmatchcase(name, each) for each in pattern.split("|"))]
-        share = _number(weight) / len(matched) if len(matched) > 1 else weight
-        contrast |= dict.fromkeys(matched or [pattern], share)
-    rest = {key: value for key, value in setting.items() if key not in ("arms", "grid", "contrast")}
-    return {**rest, **({"arms": arms} if arms else {}), **({"contrast": contrast} if contrast else {})}
-
-
-def _grid(grid: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One arm for each series and level."""
-    if unknown := sorted(set(grid) - {"series", "levels", "recipe"}):
-        raise TypeError(f"a grid has series, levels and recipe, not {', '.join(unknown)}")
-    return [
-        {"name": f"{one}-{level}".lower(), "series": one.lower(), "level": number,
-         "recipe": _filled(grid["recipe"], {"{series}": one, "{level}": level})}
-        for one in grid.get("series", ())
-        for number, level in enumerate(grid["levels"], start=1)
-    ]  # fmt: skip
-
-
-def _doses(arm: Any) -> list[Any]:
-    """One arm for each of its doses; the arm itself if it has none."""
-    if not isinstance(arm, dict) or "doses" not in arm:
-        return [arm]
-    name, rest = arm["name"], {key: value for key, value in arm.items() if key != "doses"}
-    return [
-        {
-            **_filled(rest, {"{dose}": _number(dose)}),
-            "name": f"{name}-{dose:g}",
-            "of": name,
-            "series": name,
-            "level": float(dose),
-        }
-        for dose in arm["doses"]
-    ]
-
-
-def _number(value: Any) -> float:
-    """A number as it is; true and false are none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r:.40} is no number")
-    return value
-
-
-def _filled(value: Any, names: Mapping[str, Any]) -> Any:
-    """The data with the placeholders replaced."""
-    if isinstance(value, dict):
-        return {key: _filled(inner, names) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_filled(inner, names) for inner in value]
-    return names.get(value, value) if isinstance(value, str) else value
 
 
 @cache
@@ -516,26 +457,36 @@ def recorded(name: str) -> tuple[str, str]:
     return found.get("verdict", "not tried"), found.get("effect", "")
 
 
-def _shipped() -> dict[str, Path]:
-    """The files of claims that installed packages ship, as `PACKAGE:NAME`."""
-    found: dict[str, Path] = {}
+def shipped_files() -> Mapping[str, Sequence[Path]]:
+    """The files of claims that installed packages ship, as `PACKAGE:NAME`; more than one where packages share a name.
+
+    Example:
+        >>> gonio.lab.claims.shipped_files()
+        {}
+    """
+    found: dict[str, list[Path]] = {}
     for point in entry_points(group="gonio.claims"):
-        top, *inner = point.value.split(".")
-        spec = find_spec(top)  # of a top-level package, which does not import it
-        for folder in (spec.submodule_search_locations or ()) if spec else ():
-            files = sorted(Path(folder).joinpath(*inner).glob("*.yaml"))
-            found |= {f"{point.name}:{file.stem}": file for file in files}
+        for file in _files_of(point):
+            paths = found.setdefault(f"{point.name}:{file.stem}", [])
+            paths += [file] if file not in paths else []
     return found
 
 
-def shipped_names() -> tuple[str, ...]:
-    """The claims of installed packages, as `PACKAGE:NAME`.
+def useless_entry_points() -> tuple[str, ...]:
+    """The entry points of claims that lead to no file of one, as `NAME = VALUE`."""
+    points = entry_points(group="gonio.claims")
+    return tuple(dict.fromkeys(f"{point.name} = {point.value}" for point in points if not _files_of(point)))
 
-    Example:
-        >>> gonio.lab.claims.shipped_names()
-        ()
-    """
-    return tuple(_shipped())
+
+def _files_of(point: EntryPoint) -> list[Path]:
+    """The files of the package that an entry point names, which is not imported."""
+    parts = point.value.split(".")
+    try:
+        spec = find_spec(parts[0]) if all(part.isidentifier() for part in parts) else None
+    except ValueError:  # a module that runs without one
+        spec = None
+    folders = [Path(folder).joinpath(*parts[1:]) for folder in ((spec and spec.submodule_search_locations) or ())]
+    return sorted(file for folder in folders for file in folder.glob("*") if file.suffix in _SUFFIXES)
 
 
 @cache
@@ -558,6 +509,6 @@ def load_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
         True
     """
     if names:
-        return tuple(load_claim(name) for name in names)
+        return tuple(load_claim(name) for name in dict.fromkeys(names))
     found = [load_claim(name) for name in claim_names()]
     return tuple(sorted(found, key=lambda claim: (claim.seed, claim.budget != "quick", claim.name)))

@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,21 @@ from gonio.errors import (
     InvalidArgumentError,
     MissingExtraError,
     NotApplicableError,
+    PlanChangedError,
     StudyError,
     UnreadableFileError,
     first_line,
 )
 from gonio.escaping import write_text
 from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
-from gonio.lab.claims.fairness import Runs, controlled, planned_obstacle, trained
+from gonio.lab.claims.fairness import Runs, controlled, planned_obstacle
 from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
-from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, installed_versions, seeds_of
+from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, extended, installed_versions, seeds_of
 from gonio.lab.planning.planner import check_training
 from gonio.lab.record import RunRecord
 from gonio.lab.running.engines import Devices, Local
-from gonio.lab.running.measures import spec_of
+from gonio.lab.running.measures import MeasureSpec, spec_of
 from gonio.lab.running.scheduler import Watcher, run
 from gonio.lab.running.study import Study
 from gonio.lab.running.tuning import space_of
@@ -70,6 +71,7 @@ class ClaimOptions:
         first_seed: the first of them.
         device: what the runs compute on: `cpu`, `cuda`, `cuda:N` or `mps`.
         task, model: in place of the claim's own. data: folder or file of the task's data, where it is no built-in one.
+        sources: by the name of a claim, what a command calls it: its file, or PACKAGE:NAME.
     """
 
     full: bool = False
@@ -79,6 +81,7 @@ class ClaimOptions:
     task: str | None = None
     model: str | None = None
     data: str | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------
@@ -88,8 +91,8 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     """The plan of a claim's study.
 
     Raises:
-        InvalidArgumentError: the claim is not tried; or another model is chosen, and its arms differ in arguments of
-            the claim's own model.
+        InvalidArgumentError: the claim is not tried; another model is chosen, and its arms differ in arguments of
+            the claim's own model; or the claim is about another score than the task's.
         ClaimError: the claim's own task or model cannot be built, the model does not run on the task's inputs, or an
             arm cannot be trained on them as the claim says.
         UnmatchedRuleError: a rule of a recipe matches no layer of the model.
@@ -114,9 +117,13 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
     model = options.model or setting.model.get("name", task.model)
     own = max(setting.seeds, FULL_SEEDS) if options.full else setting.seeds
     judged_seeds = range(options.first_seed, options.first_seed + (own if options.seeds is None else options.seeds))
+    if taken := [seed for seed in CHOICE_SEEDS if seed in judged_seeds]:
+        needs = f"the seeds of {claim.name} must not be those that choose a dose, which are not judged"
+        raise InvalidArgumentError(needs, str(taken[0]), "Choose another --first-seed.")
     arms = controlled(claim, setting, epochs=task.training.epochs)
     measure = Measure(claim.measure, dict(claim.options))
     measured = spec_of(measure)
+    _check_score(claim, setting, measured, task)
     plan = StudyPlan(
         task=spec,
         model=model,
@@ -134,11 +141,11 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         worst=measured.worst,
         code=code_digests(spec, model),
         versions=installed_versions(),
-        command=command_of([claim.name], options),
+        command=command_of([options.sources.get(claim.name, claim.name)], options),
         tuning=Tuning(trials=setting.tune, repeats=2) if setting.tune else None,
         threat=task.threat if measured.attacked else None,
         measure=measure,
-        metrics={task.metric.name: task.metric.unit} if trained(measured) else {},
+        metrics={} if measured.start else {task.metric.name: task.metric.unit},
     )
     told = {"claim": claim.name, "model": model}
     with state_kept():
@@ -151,6 +158,26 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
                 built = _built(plan, entry, task, own=own_model)
             arm.built_recipe.plan(built)
     return plan
+
+
+def _check_score(claim: Claim, setting: Experiment, measured: MeasureSpec, task: Task) -> None:
+    """Whether the task's score is the one that the measure, the bound and the tuning of the claim are about."""
+    sides, metric = {"max": "larger", "min": "smaller"}, task.metric
+    has = f"the score of {task.name}, {metric.name}, {f'in {metric.unit}' if metric.unit else 'without a unit'}, "
+    has += f"of which {sides[metric.direction]} is better"
+    unit, side = measured.scored or (None, metric.direction)
+    if side != metric.direction or unit not in (None, metric.unit):
+        needs = (
+            f"{claim.measure} is computed from a score{f' in {unit}' if unit else ''} of which {sides[side]} is better"
+        )
+        raise InvalidArgumentError(f"{claim.name}: {needs}", has, "Choose a measure or a task that fits the other.")
+    bound, where = ("floor", "max") if claim.fair.floor is not None else ("ceiling", "min")
+    if getattr(claim.fair, bound) is not None and where != metric.direction:
+        needs = f"{claim.name}: fair.{bound} is a bound of scores of which {sides[where]} is better"
+        raise InvalidArgumentError(needs, has, "Choose another task, or the other bound.")
+    if setting.tune and measured.better != metric.direction:
+        needs = f"{claim.name}: tune takes the best validation score, which must be on the better side of the measure"
+        raise InvalidArgumentError(needs, has, "Leave tune out, or choose another task.")
 
 
 def unfair_plan(claim: Claim, plan: StudyPlan, *, full: bool) -> str:
@@ -249,8 +276,8 @@ def try_claims(
         each: called with the result of a claim as soon as it has run.
 
     Raises:
-        InvalidArgumentError: there is no such device on this machine.
-        PlanChangedError: the folder holds another study of the claim.
+        InvalidArgumentError: there is no such device on this machine, or two claims have one name.
+        PlanChangedError: the folder holds another study of the claim, or the claim was changed after its runs.
         StudyLockedError: another process is running it.
         Interrupted: SIGTERM arrived; the finished runs are kept.
 
@@ -265,7 +292,14 @@ def try_claims(
     """
     options, watcher = options or ClaimOptions(), watcher or Watcher()
     devices = Devices.named(options.device)
+    claims = [claim for at, claim in enumerate(claims) if claim not in claims[:at]]
+    names = [claim.name for claim in claims]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        needs, do = "each claim needs its own name, which is that of its folder", "Try them in different folders (-o)."
+        raise InvalidArgumentError(needs, f"two claims with the name {twice}", do)
     plans = {claim.name: plan_claim(claim, options) for claim in claims if claim.budget != "none"}
+    for claim in (claim for claim in claims if claim.name in plans):
+        _check_unchanged(claim, plans[claim.name], Path(folder) / claim.name, full=options.full)
 
     def judge(claims: Sequence[Claim]) -> ClaimResults:
         found, own = judge_claims(claims, folder, full=options.full, command=command), _own(options)
@@ -281,6 +315,33 @@ def try_claims(
             if each is not None:
                 each(judge([claim]).results[0])
     return judge(claims)
+
+
+def _check_unchanged(claim: Claim, plan: StudyPlan, folder: Path, *, full: bool) -> None:
+    """Refuse another plan, and other terms of the verdict, than those with which the runs of the folder were made."""
+    try:
+        study = Study.open(folder)
+        count = len(study.runs())
+    except StudyError:  # there is none yet, or its run will say what is wrong with it
+        return
+    extended(study.plan, plan, path=str(folder), finished=count)
+    try:
+        known = _recalled(folder / CLAIM_FILE) if count else None
+    except StudyError:  # what cannot be read is written again
+        return
+    if known is None or known.setting is None or known.full != full:
+        return
+    was, now = _terms(known.claim, known.setting), _terms(claim, claim.setting(full=full))
+    if changes := [(key, was[key], now[key]) for key in now if was[key] != now[key]]:
+        raise PlanChangedError(str(folder), changes)
+
+
+def _terms(claim: Claim, setting: Experiment) -> dict[str, str]:
+    """What decides the verdict and is no part of the plan of the runs."""
+    fair = {f"fair.{key}": str(value) for key, value in claim.fair.model_dump().items()}
+    terms = {"direction": claim.direction, "scope": claim.scope, "choose": setting.choose, **fair}
+    contrast = ", ".join(f"{weight:+g} {arm}" for arm, weight in sorted(setting.decisive.items()))
+    return {**terms, "contrast": contrast}
 
 
 def _own(options: ClaimOptions) -> dict[str, str]:
@@ -365,6 +426,7 @@ def _seen(claim: Claim, path: Path, *, full: bool) -> ClaimResult:
         histograms=_histograms(setting, runs) if claim.picture == "angles" else {},
         versions=_joined(study.used()),
         command=plan.command,
+        history=plan.history,
     )
 
 

@@ -61,11 +61,6 @@ class Runs:
         return cls(**{**data, **seeds})
 
 
-def trained(spec: MeasureSpec) -> bool:
-    """Whether the measure is taken of a trained network."""
-    return not spec.start
-
-
 def controlled(claim: Claim, setting: Experiment, *, epochs: int) -> tuple[Arm, ...]:
     """The arms of an experiment and its controls, which repeat the baseline.
 
@@ -79,7 +74,7 @@ def controlled(claim: Claim, setting: Experiment, *, epochs: int) -> tuple[Arm, 
         return setting.arms
     base = setting.baseline
     found = [*setting.arms, base.model_copy(update={"name": "again", "redraw": True, "of": "", "series": ""})]
-    if trained(spec_of(Measure(claim.measure))) and not claim.fair.speed:
+    if not spec_of(Measure(claim.measure)).start and not claim.fair.speed:
         twice = 2 * (base.training.epochs or setting.training.epochs or epochs)
         training = TrainingFields(**{**base.training.model_dump(exclude_none=True), "epochs": twice})
         found.append(base.model_copy(update={"name": "longer", "training": training, "of": "", "series": ""}))

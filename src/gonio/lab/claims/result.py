@@ -39,6 +39,7 @@ class ClaimResult:
         histograms: angles of each arm between filters, pooled over layers and seeds, in bins of 2 degrees.
         versions: of the packages of the runs, and `device`, the GPU that they computed on.
         command: repeats the claim. own: `task` and `model` of the user, where they replaced the claim's.
+        history: one entry for each time that seeds were added after results existed.
     """
 
     claim: Claim
@@ -58,6 +59,7 @@ class ClaimResult:
     versions: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     own: Mapping[str, str] = field(default_factory=dict)
+    history: Sequence[Mapping[str, Any]] = ()
 
     @property
     def verdict(self) -> str:
@@ -179,7 +181,22 @@ def judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
         size = len(families().get(family, ()))
         verdicts = judge([evidence[at] for at in members], size=size)
         evidence |= dict(zip(members, verdicts, strict=True))
-    return tuple(replace(one, evidence=evidence[at]) if one.plan else one for at, one in enumerate(found))
+    return tuple(
+        replace(one, evidence=_with_looks(evidence[at], one.history)) if one.plan else one
+        for at, one in enumerate(found)
+    )
+
+
+def _with_looks(seen: Evidence, history: Sequence[Mapping[str, Any]]) -> Evidence:
+    """The evidence with a remark on seeds that were added after results existed."""
+    looks = [
+        say(
+            "After {runs} the number of seeds was raised by {n}: the p value does not account for this second look.",
+            runs=counted(int(change["finished"]), "run"), n=len(change["seeds"]),
+        )
+        for change in history if change["seeds"]
+    ]  # fmt: skip
+    return replace(seen, reason=joined([seen.reason, *looks], " ")) if looks else seen
 
 
 def not_tried(claim: Claim, reason: str) -> ClaimResult:
@@ -230,4 +247,5 @@ def _result(row: Mapping[str, Any]) -> ClaimResult:
         known |= {"planned": row["runs"], "runs": Runs.of({"scores": row["scores"], "unit": unit})}
     else:
         known["runs"] = Runs.of(row["runs"])
+    known["history"] = tuple(row.get("history", ()))
     return replace(not_tried(claim, ""), **{**known, "claim": claim, "evidence": not_tried(claim, "").evidence})

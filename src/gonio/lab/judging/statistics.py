@@ -375,7 +375,7 @@ def _judged(seen: Evidence, p: float, p_holm: float, size: int) -> Evidence:
 def _directed(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, Message]:
     clear = (seen.p_holm or 0.0) < ALPHA and not low <= 0 <= high
     sesoi = points(seen.sesoi, seen.unit)
-    if -seen.sesoi <= low and high <= seen.sesoi:
+    if seen.sesoi and -seen.sesoi <= low and high <= seen.sesoi:
         if clear:
             return "no useful effect", say(
                 "The 95 % interval lies within ±{sesoi}, the smallest effect of interest; "

@@ -45,6 +45,10 @@ def check_first_steps(factory: ModelFactory, task: Task, training: TrainingConfi
         _check_loss(other, task, batch)
         del other
         if not same or _course(model, task, training, batch) != _course(again, task, training, batch):
+            lost = [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]
+            if lost and not same:
+                needs = f"a new model of {factory.spec!r} has finite weights"
+                raise InvalidArgumentError(needs, f"NaN or infinity in {lost[0]}", "Correct its initialisation.")
             found = "another loss after two steps with the same seed" if same else "other weights with the same seed"
             do = "Draw random numbers from torch's, NumPy's or Python's global generator alone, which are seeded."
             raise InvalidArgumentError(f"two runs of {factory.spec!r} with one seed must be equal", found, do)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
+import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell, write_text
+from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data, recorded
 from gonio.lab.claims.claim import Claim
-from gonio.lab.judging.statistics import points, signed, sized
+from gonio.lab.judging.statistics import signed, sized
+from gonio.lab.plan import Measure
 from gonio.lab.record import ANGLE_EDGES
+from gonio.lab.running.measures import spec_of
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
 from gonio.messages import Message, counted, fixed, joined, local, say, tag
@@ -63,11 +64,6 @@ def claims_html(found: ClaimResults) -> str:
     page = {"found": found, "shown": shown, "seeds": SEEDS, "scopes": SCOPES, "sentence_of": sentence_of}
     page["measured_text"] = measured_text
     return environment().get_template("claims.html.j2").render(page, whole=True)
-
-
-def write_claims_html(found: ClaimResults, path: str | os.PathLike[str]) -> Path:
-    """Write the page of :func:`claims_html` to a file, atomically."""
-    return write_text(claims_html(found), path)
 
 
 def claims_json(found: ClaimResults) -> str:
@@ -116,6 +112,11 @@ def claims_latex(found: ClaimResults) -> str:
         table = "\n".join(line for line in arm_table(one).latex() if not line.startswith("%"))
         lines += ["", r"\begin{table}", r"\centering", table, rf"\caption{{{tex_cell(caption)}}}", r"\end{table}"]
     return "\n".join([*lines, f"% {tex_cell(found.headline)}"]) + "\n"
+
+
+CLAIM_FORMATS = {
+    "html": claims_html, "json": claims_json, "csv": claims_csv, "md": claims_markdown, "tex": claims_latex,
+}  # fmt: skip
 
 
 def _sentence(one: ClaimResult) -> Message:
@@ -221,7 +222,9 @@ def contrast_text(contrast: Mapping[str, float]) -> str:
 
 def claimed_text(claim: Claim) -> str:
     """What would confirm the claim, in one sentence."""
-    least = points(claim.sesoi, "%" if claim.measure == "trains" else "")
+    unit, setting = spec_of(Measure(claim.measure)).unit, claim.full or claim.quick
+    alone = setting is not None and not math.isclose(sum(setting.decisive.values()), 0.0, abs_tol=1e-9)
+    least = sized(f"{claim.sesoi:.3g}", unit if alone else unit_of_difference(unit))
     if claim.direction == "same":
         return say("Confirmed by a difference within ±{least}.", least=least)
     if claim.direction == "larger":
@@ -270,9 +273,9 @@ def cost_text(found: ClaimResult) -> str:
     return joined(said)
 
 
-def claim_explanation(claim: Claim) -> str:
-    """Everything that a claim says about itself, for a terminal."""
-    verdict, effect = recorded(claim.name)
+def claim_explanation(claim: Claim, called: str = "") -> str:
+    """Everything that a claim says about itself, for a terminal; `called`: its file or PACKAGE:NAME, if it has one."""
+    verdict, effect = recorded(called or claim.name)
     document = "" if claim.seed == "other" else f" ({claim.seed}: {local(SEEDS[claim.seed])})"
     lines = [
         say("{name}: {text}", name=claim.name, text=sentence_of(claim)),
@@ -293,7 +296,7 @@ def claim_explanation(claim: Claim) -> str:
         lines += [say("fair test: {rules}", rules="; ".join(f"{key}: {value}" for key, value in fair.items()))]
     if not claim.not_tried:
         lines += [say("measured: {measure}; {confirmed}", measure=claim.measure, confirmed=claimed_text(claim))]
-        lines += [say("try it: {command}", command=f"gonio reproduce {claim.name}")]
+        lines += [say("try it: {command}", command=f"gonio reproduce {shlex.quote(called or claim.name)}")]
     return redact("\n".join(map(local, lines)))
 
 

@@ -59,7 +59,7 @@ def digits_gan() -> Task:
         training=TrainingConfig(epochs=60, batch_size=50, lr=1e-3, optimizer="adamw", weight_decay=0.0,
                                 betas=(0.5, 0.999), schedule="constant"),
         sesoi=1.0,
-        metric=Metric("Fréchet distance", frechet_distance, "min"),
+        metric=Metric("Fréchet distance", frechet_distance, "min", "squared distance"),
         loss=gan_loss,
         notes=(f"Features: {_FEATURES} hidden units of a classifier that was trained on the same 1,000 images.",),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.lab.tasks.fields import is_finite
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -43,6 +44,9 @@ class Metric:
         function: maps (outputs, targets) of a whole split to a number.
         direction: `max` if larger is better, else `min`.
         worst: the worst possible value, if there is one; the score of a diverged run.
+
+    Raises:
+        InvalidArgumentError: a field of another type, or a `worst` that is not finite.
     """
 
     name: str
@@ -52,6 +56,13 @@ class Metric:
     worst: float | None = None
 
     def __post_init__(self) -> None:
+        for field, kind in (("name", str), ("unit", str), ("function", Callable)):
+            if not isinstance(value := getattr(self, field), kind):  # type: ignore[arg-type]
+                what = "text" if kind is str else "a function of outputs and targets"
+                raise InvalidArgumentError(f"Metric({field}=) is {what}", f"{value!r:.80}", "Correct it.")
+        if self.worst is not None and not is_finite(self.worst):
+            do = "Leave it out for a score without a worst value."
+            raise InvalidArgumentError("Metric(worst=) is a finite number", f"{self.worst!r:.80}", do)
         if self.direction not in ("max", "min"):
             raise InvalidArgumentError(
                 "a metric's direction must be 'max' or 'min'", repr(self.direction), "Use one of them."

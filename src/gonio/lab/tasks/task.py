@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from gonio.errors import InvalidArgumentError, first_line, with_article
 from gonio.lab.plan import AttackConfig, TrainingConfig
+from gonio.lab.tasks.fields import check_fields
 from gonio.lab.tasks.metric import ACCURACY, Metric
 from gonio.seeding import derive_seed, generator, state_kept
 from gonio.system import loader_context
@@ -31,6 +32,7 @@ from gonio.system import loader_context
 Batch = tuple[Tensor, Tensor]
 Augment = Callable[[Tensor, Generator], Tensor]
 _RESIDENT = 0.05  # of a device's memory, for the examples of one run; several may share the device
+_COMPARED = 8  # items of a data set that are compared with its attribute `targets`
 _SAMPLED = 64  # items of a data set that its digest covers
 
 
@@ -173,9 +175,20 @@ class ItemSet(_Unloaded):
 
     @property
     def targets(self) -> Tensor:
-        """The attribute `targets` of the data set, as torchvision's have it."""
-        found = getattr(self.dataset, "targets", None)
-        return super().inputs if found is None else torch.as_tensor(found)
+        """The attribute `targets` of the data set, as torchvision's have it, where it is what its items give.
+
+        A `target_transform` changes the items alone.
+        """
+        try:
+            found = torch.as_tensor(getattr(self.dataset, "targets", None))
+        except (TypeError, ValueError, RuntimeError):  # there are none, or names of classes
+            return super().inputs
+        if found.ndim == 0 or len(found) != len(self):
+            return super().inputs
+        count = min(_COMPARED, len(self))
+        some = [i * len(self) // count for i in range(count)]
+        given = self.take(some)[1]
+        return found if given.shape == found[some].shape and bool((given == found[some]).all()) else super().inputs
 
     def shuffled(
         self, size: int, *, seed: int, epoch: int, smallest: int, augment: Augment | None, workers: int
@@ -322,7 +335,7 @@ def examples_of(source: Any) -> Examples:
         raise _unpaired(
             "an IterableDataset, which has no indices", "Give a function of the batch size that makes its DataLoader."
         )
-    if isinstance(source, (tuple, Mapping)):
+    if isinstance(source, (tuple, Mapping, str)):
         kind = with_article(type(source).__name__)
         raise _unpaired(kind, "Give one of its data sets, or gonio.lab.Split(inputs, targets).")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
@@ -475,6 +488,9 @@ class Task:
         threat: how `--robust` disturbs inputs; None for inputs that have no small disturbance, such as text.
         notes: remarks on the data and the training, printed with the results.
 
+    Raises:
+        InvalidArgumentError: a field of another kind, or examples whose runs cannot be paired.
+
     Example:
         >>> split = gonio.lab.Split(torch.randn(8, 1, 8, 8), torch.arange(8) % 2)
         >>> task = gonio.lab.Task(name="pairs", train=split, validation=split, test=split, model="digits_cnn",
@@ -503,6 +519,8 @@ class Task:
     workers: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "sesoi", float(self.sesoi))  # a number of NumPy cannot be stored in a plan
         self._check_metrics()
         for name, source in self.splits.items():
             object.__setattr__(self, name, examples_of(source))

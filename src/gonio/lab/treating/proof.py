@@ -26,10 +26,8 @@ from gonio.surgery import equivalent, generated_example
 from gonio.surgery.equivalent import SAME_FUNCTION, fitting, outputs
 
 _OTHERWISE = 5e-2  # relative deviation that counts as the same function, of dtypes with less precision
-BLOCKS, LEAST = (
-    20,
-    8,
-)  # of held-out examples at most, and examples of each at least; a block's score is one of the pairs
+# Blocks of held-out examples at most, and examples of each at least; a block's score is one of the pairs.
+BLOCKS, LEAST = 20, 8
 _NOTE = (
     "Nothing was trained for these runs: a seed stands for a block of validation examples, on which the untreated "
     "model (baseline) and the treated one are scored."

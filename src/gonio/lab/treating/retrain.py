@@ -32,7 +32,7 @@ from gonio.surgery.facts import WEIGHTED, facts_of
 from gonio.surgery.recycle import can_act as has_filters
 
 _DEAD = 1e-3  # of the median norm of a layer's filters
-_BATCH, _MEASURED = 64, 64  # size and number of the batches that give the scale of new filters, and scores
+_BATCH, _MEASURED = 64, 64  # size and number of the batches that give the scale of new filters, scores and losses
 STARTS = (say("its present values"), say("its present weights and the bias 0"), say("new values"))
 
 

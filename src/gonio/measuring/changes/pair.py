@@ -273,21 +273,30 @@ def _products(change: StoredDifference, norm: float, moved: float, name: str) ->
     groups, n, d = change.shape
     if n < 2 or not norm:
         return {}
-    rows = slice(None) if n <= FILTERS else torch.randperm(n, generator=generator(0, "products", name))[:SAMPLED]
+    rows = (
+        slice(None)
+        if n <= FILTERS
+        else torch.randperm(n, generator=generator(0, "products", name), device="cpu")[:SAMPLED]
+    )
     difference = own = kept = 0.0
     share = moved / norm
+    scale = max(1.0, share)  # divided out, so that no product overflows where an adapter's factor is huge
     for one in change:
         old, delta = one.before[rows].to(one.dtype) / norm, one[rows] / moved
-        half = (share * old).add_(delta, alpha=0.5 * share**2) @ delta.mT
+        half = (old / scale).add_(delta, alpha=0.5 * share / scale) @ delta.mT
         difference += float((half + half.mT).double().square().sum())
         own += float((old @ old.mT).double().square().sum())
         kept += float(torch.linalg.vector_norm(old, dtype=torch.float64)) ** 2
     if not own:
         return {}
-    s = share**2 / (groups * n * d)  # variance of an entry, at a norm of W of 1
+    entries = groups * n * d
     n = n if n <= FILTERS else SAMPLED
-    random = 2 * (n + 1) * s * kept + groups * s**2 * (n * d**2 + n**2 * d + n * d)
-    return {"gram_change": sqrt(difference / own), "gram_change_random": sqrt(random / own)}
+    squares = groups * (n * d**2 + n**2 * d + n * d) / entries
+    random = 2 * (n + 1) * kept / scale / scale + (share / scale) ** 2 * squares
+    return {
+        "gram_change": scale * share * sqrt(difference / own),
+        "gram_change_random": scale * share * sqrt(random / (entries * own)),
+    }
 
 
 # --- directions ------------------------------------------------------------------------------------------------------
@@ -329,7 +338,7 @@ def _intruders_by_chance(bases: Sequence[BaseDirections], before: Tensor, moved:
     _, n, d = before.shape
     places: list[int] = []
     for i, (base, old) in enumerate(zip(bases, before, strict=True)):
-        draw = torch.randn(n, d, generator=generator(0, "random change", name, i))
+        draw = torch.randn(n, d, generator=generator(0, "random change", name, i), device="cpu")
         changed = draw.to(old.device, computed_in(old.dtype)).mul_(moved / sqrt(before.numel())).add_(old)
         places += base.intruders(changed).numbers
     return places

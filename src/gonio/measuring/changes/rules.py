@@ -128,10 +128,10 @@ def _zeroed(t: TensorDifference) -> str | None:
     rest = (
         say("no other entry changed")
         if zeroed == t.entries_changed
-        else say("{entries_changed} entries changed", entries_changed=t.entries_changed)
+        else say("{entries_changed:,} entries changed", entries_changed=t.entries_changed)
     )
     return say(
-        "{zeroed} of {entries} entries became 0 ({value:.2g}); {rest}",
+        "{zeroed:,} of {entries:,} entries became 0 ({value:.2g}); {rest}",
         zeroed=zeroed,
         entries=entries,
         value=zeroed / entries,

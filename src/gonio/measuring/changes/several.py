@@ -321,7 +321,7 @@ class CosineSums:
 
     @classmethod
     def empty(cls, count: int) -> CosineSums:
-        zero = torch.zeros(count, count, dtype=torch.float64)
+        zero = torch.zeros(count, count, dtype=torch.float64, device="cpu")
         return cls(0, 0.0, zero, zero, zero)
 
     @classmethod
@@ -329,7 +329,7 @@ class CosineSums:
         """Of one tensor; a model that did not change it counts as 0."""
         known = next(delta for delta in deltas if delta is not None)
         flat = [None if delta is None else delta.flatten() for delta in deltas]
-        inner, same, both = (torch.zeros(len(deltas), len(deltas), dtype=torch.float64) for _ in range(3))
+        inner, same, both = (torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device="cpu") for _ in range(3))
         size = prod(known.shape)
         for start in range(0, size, BLOCK):
             block = torch.zeros(len(deltas), min(BLOCK, size - start), dtype=torch.float64, device=known.device)

@@ -14,6 +14,7 @@ from gonio.errors import InvalidArgumentError, cause_of, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.geometry.blocks import count_nonfinite
+from gonio.geometry.views import PLAIN
 from gonio.measuring.changes.pair import Cause, TensorDifference, norm_of
 from gonio.measuring.reading.adapters import Places, Unfit, no_weight
 from gonio.measuring.reading.entry import ADDITIVE_MASK, TensorEntry, is_additive_mask, numbers_of, with_ties
@@ -221,7 +222,7 @@ def values_of(entry: TensorEntry, when: str) -> Tensor | NotCompared:
 
 def layout_of_pair(before: TensorEntry, after: TensorEntry) -> Layout | None:
     """The layout that a model knows, before one that is inferred from a shape."""
-    inferred = before.layout is None or (before.layout == Layout() and after.layout is not None)
+    inferred = before.layout is None or (before.layout == PLAIN and after.layout is not None)
     return after.layout if inferred else before.layout
 
 

@@ -179,14 +179,14 @@ def with_codes(found: Inventory) -> Inventory:
 def _stored(place: Place) -> Tensor:
     """The values of a place as a reader of formats loads them."""
     values = _values(place)
-    return torch.zeros(place.shape) if values is None else values.reshape(place.shape)
+    return torch.zeros(place.shape, device="cpu") if values is None else values.reshape(place.shape)
 
 
 def _values(place: Place) -> Tensor | None:
     dtype = dtype_named(place.values or place.dtype)
     if dtype is None or not place.size:
         return None
-    data = torch.empty(place.size, dtype=torch.uint8)
+    data = torch.empty(place.size, dtype=torch.uint8, device="cpu")
     with place.open() as read:
         read(0, data.numpy())
     return data.view(dtype)

@@ -75,10 +75,7 @@ def among_others(
 
     def is_layer(t: TensorCheck) -> bool:
         layout, *_ = infer(t.name, shapes, inputs_first=inputs_first)
-        fixed = (
-            len(t.shape) > 2 and t.shape[1] == 1 and t.equal_rows == t.rows - 1
-        )  # one kernel in every channel: a blur
-        if fixed:
+        if len(t.shape) > 2 and t.shape[1] == 1 and t.equal_rows == t.rows - 1:  # one kernel in every channel: a blur
             return False
         told = len(t.shape) > 2 or has_bias(t.name, shapes) or t.name in known
         return told and layout is not None and not layout.transposed

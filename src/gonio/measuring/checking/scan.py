@@ -192,11 +192,11 @@ def _mixed(words: Any) -> Any:
 @cache
 def _bits_of(value: float, dtype: torch.dtype) -> int:
     """The bits of a positive number, which are ordered as the numbers are."""
-    return int(torch.tensor(value, dtype=dtype).view(_BITS[dtype][0]))
+    return int(torch.tensor(value, dtype=dtype, device="cpu").view(_BITS[dtype][0]))
 
 
 def _of_bits(bits: int, dtype: torch.dtype) -> float:
-    return float(torch.tensor(bits, dtype=_BITS[dtype][0]).view(dtype))
+    return float(torch.tensor(bits, dtype=_BITS[dtype][0], device="cpu").view(dtype))
 
 
 class _Chunk(NamedTuple):
@@ -222,12 +222,14 @@ class _Statistics:
         self._rows = max(CHUNK // columns, 1)  # of a chunk
         size = min(rows * columns, self._rows * together * columns if columns <= CHUNK else CHUNK)
         # memory of torch is aligned to 64 bytes, so that sums do not depend on the file
-        self._buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8)
+        self._buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device="cpu")
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._dtype, self._columns, self._floating = dtype, columns, dtype.is_floating_point
         self._numbers = dtype if dtype in _BITS else torch.float32
-        self._copies = torch.empty(size if self._floating and dtype not in _BITS else 0)  # of 8 bits, in float32
-        self._wide = torch.empty(min(size, CHUNK) if dtype.itemsize == 2 else 0)  # a chunk in float32
+        self._copies = torch.empty(
+            size if self._floating and dtype not in _BITS else 0, device="cpu"
+        )  # of 8 bits, in float32
+        self._wide = torch.empty(min(size, CHUNK) if dtype.itemsize == 2 else 0, device="cpu")  # a chunk in float32
         self._zero, self._constant = numpy.ones(rows, bool), numpy.ones(rows, bool)
         self._hash = numpy.zeros(rows, numpy.uint64)
         self._first: Any = None  # of each row the bits of its first entry

@@ -200,7 +200,9 @@ class _Side:
     def _of_norm(self) -> tuple[Tensor, Tensor]:
         part = self.norm.part
         if part is None:
-            return torch.ones(self.norm.count, dtype=torch.float64), torch.zeros(self.norm.count, dtype=torch.float64)
+            return torch.ones(self.norm.count, dtype=torch.float64, device="cpu"), torch.zeros(
+                self.norm.count, dtype=torch.float64, device="cpu"
+            )
         gain = self.values(part.tensor).double() + self.norm.added
         return gain, self.values(part.bias).double() if part.bias else torch.zeros_like(gain)
 

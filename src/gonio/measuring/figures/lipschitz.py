@@ -189,7 +189,7 @@ class UpperBounds(Interpreter):
         """The constant of a layer by its facts, for inputs of the shape that `source` has."""
         constant = facts_of(module).lipschitz
         if callable(constant):
-            constant = constant(module, torch.ones(self.shapes[source], dtype=torch.float64))
+            constant = constant(module, torch.ones(self.shapes[source], dtype=torch.float64, device="cpu"))
         if constant is not None and constant < inf:
             return constant
         if constant is None and (inside := self._inside(module, source)) is not None:
@@ -205,7 +205,7 @@ class UpperBounds(Interpreter):
         if facts_of(module) is not UNKNOWN or type(module).__module__.startswith("torch.nn."):
             return None
         graph = trace(module, training=False)
-        x = torch.ones(self.shapes[source], dtype=torch.float64)
+        x = torch.ones(self.shapes[source], dtype=torch.float64, device="cpu")
         try:
             inner = UpperBounds(graph)
             inner.run(x)
@@ -231,7 +231,7 @@ class UpperBounds(Interpreter):
         if layout.padding_mode == "circular" and whole:
             return norm
         widths, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
-        return norm * nonnegative_norm(lambda x: F.pad(x, widths, mode=mode), torch.ones(1, 1, *sizes))
+        return norm * nonnegative_norm(lambda x: F.pad(x, widths, mode=mode), torch.ones(1, 1, *sizes, device="cpu"))
 
     def _affine(self, node: fx.Node, norm: Any) -> float:
         """Batch norm with running statistics, merged into the layer before it if it alone reads that."""
@@ -283,7 +283,8 @@ class UpperBounds(Interpreter):
         """The constant of a function of one activation; None if it is not known."""
         base, first = name.removesuffix("_"), node.args and node.args[0] in self.upper
         if name in _PRODUCTS and not kwargs and (first or base in ("mul", "imul")):
-            other = torch.as_tensor(args[1] if first else args[0]).double().abs()
+            factor = args[1] if first else args[0]
+            other = (factor if isinstance(factor, Tensor) else torch.tensor(factor, device="cpu")).double().abs()
             return float(other.max() if "mul" in base else 1 / other.min()) * (1 + ROUNDING)
         if not first:
             return None

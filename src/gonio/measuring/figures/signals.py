@@ -28,7 +28,7 @@ from gonio.seeding import generator
 from gonio.surgery import Site, sites
 from gonio.surgery.calibrate import own_buffers
 from gonio.surgery.equivalent import call, first_input
-from gonio.surgery.facts import computes_as, facts_of
+from gonio.surgery.facts import CONVOLUTIONS, computes_as, facts_of
 
 _OF_CHANNELS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 _OF_LAST = (nn.LayerNorm, nn.RMSNorm)
@@ -142,7 +142,9 @@ def _zero_by_zeroed_weights(
     if not layers or is_sharded(twin):
         return []
     zeroed = [p for p in twin.parameters() if p.is_floating_point() and not p.any()]
-    draws = [torch.randn(p.shape, generator=generator(0, "zeroed weights", i)) for i, p in enumerate(zeroed)]
+    draws = [
+        torch.randn(p.shape, generator=generator(0, "zeroed weights", i), device="cpu") for i, p in enumerate(zeroed)
+    ]
     changed = {id(p): nn.Parameter(1e-3 * d.to(p)) for p, d in zip(zeroed, draws, strict=True)}
     originals = {id(changed[id(p)]): p for p in zeroed}
     outputs = _Outputs(layers)
@@ -358,7 +360,9 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
             roots = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not roots:
                 return {}, "its output has no gradient"
-            draws = [torch.randn(t.shape, generator=generator(0, "cotangent", i)) for i, t in enumerate(roots)]
+            draws = [
+                torch.randn(t.shape, generator=generator(0, "cotangent", i), device="cpu") for i, t in enumerate(roots)
+            ]
             inputs = [*hooks.sources, *(p for p in model.parameters() if p.requires_grad)]
             along = [d.to(t) for d, t in zip(draws, roots, strict=True)]
             found = derivatives(roots, inputs, along, allow_unused=True)
@@ -481,7 +485,7 @@ RIGHT = 90.0
 
 # Nearly hard signs: with the γ = 10 of training, small deviations from 90° are estimated 6 to 8 % too large.
 _ESTIMATE = SelfOrthogonality(1.0, mean_ratio=0.0, gamma=1e3, standardize=True, samples=SAMPLES)
-_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_KINDS = (nn.Linear, *CONVOLUTIONS)
 
 
 @torch.no_grad()

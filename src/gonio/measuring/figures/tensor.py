@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite, prod, sqrt
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ExtraFigures = Collection[Literal["operator_norm", "quantisation", "blocks"]]
-EXTRA_FIGURES = ("operator_norm", "quantisation", "blocks")  # figures measured on request
+ExtraFigure = Literal["operator_norm", "quantisation", "blocks"]  # measured on request
+ExtraFigures = Collection[ExtraFigure]
+EXTRA_FIGURES = get_args(ExtraFigure)
 _STACKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = (128, 32)  # entries that share a scale
 GRID = 16  # positions in each dimension of the periodic grid of an operator norm
@@ -501,7 +502,7 @@ def _proportional(matrices: Tensor, pairs: PairStatistics | None) -> tuple[tuple
             continue
         wide = zero_nonfinite(matrix.to(computed_in(matrix.dtype)))
         earliest = earliest_parallel(wide, cosine=1 - ROUNDING)
-        copies = (earliest < torch.arange(n)).nonzero().flatten()
+        copies = (earliest < torch.arange(n, device="cpu")).nonzero().flatten()
         found += zip((copies + index * n).tolist(), (earliest[copies] + index * n).tolist(), strict=True)
     return tuple(found) or (pairs.closest[::-1],)
 

@@ -314,13 +314,13 @@ def _are_drawn_alike(vectors: Sequence[torch.Tensor]) -> bool:
     values = [vector for vector in values if vector.numel() > 1]
     if len(values) < 3:
         return False
-    free = torch.tensor([vector.numel() - 1.0 for vector in values], dtype=torch.float64)
+    free = torch.tensor([vector.numel() - 1.0 for vector in values], dtype=torch.float64, device="cpu")
     means, variances = (torch.stack([each(vector) for vector in values]) for each in (torch.mean, torch.var))
     within, centre = (free * variances).sum() / free.sum(), ((free + 1) * means).sum() / (free + 1).sum()
     between = ((free + 1) * (means - centre).square()).sum() / within
     correction = 1 + ((1 / free).sum() - 1 / free.sum()) / (3 * (len(values) - 1))
     spread = (free.sum() * within.log() - (free * variances.log()).sum()) / correction
-    half = torch.full((2,), (len(values) - 1) / 2, dtype=torch.float64)
+    half = torch.full((2,), (len(values) - 1) / 2, dtype=torch.float64, device="cpu")
     chances = torch.special.gammaincc(half, torch.stack([between, spread]).clamp(min=0) / 2)
     return bool((chances > 0.001).all())  # not of NaN
 

@@ -320,7 +320,7 @@ def nonfinite_values(count: int, entries: int, first: Sequence[int] | None) -> s
     if not count:
         return None
     return say(
-        "{nonfinite} of {entries} values {are} NaN or infinite, the first at [{place}]",
+        "{nonfinite:,} of {entries:,} values {are} NaN or infinite, the first at [{place}]",
         nonfinite=count,
         entries=entries,
         are=are(count),
@@ -449,8 +449,8 @@ def _alike(t: TensorMeasurement) -> str | None:
         return None
     if copies:
         return say(
-            "{left} of {total} pairs of filters {have} an absolute cosine of {NEAR} or more, beside the proportional "
-            "ones",
+            "{left:,} of {total:,} pairs of filters {have} an absolute cosine of {NEAR} or more, beside the "
+            "proportional ones",
             left=left,
             total=total,
             have=have,
@@ -458,7 +458,7 @@ def _alike(t: TensorMeasurement) -> str | None:
         )
     first, second = t.closest
     return say(
-        "{near_duplicates} of {total} pairs of filters {have} an absolute cosine of {NEAR} "
+        "{near_duplicates:,} of {total:,} pairs of filters {have} an absolute cosine of {NEAR} "
         "or more; the largest is {coherence:.3f}, of filters {first} and {second}",
         near_duplicates=t.near_duplicates,
         total=total,

@@ -106,11 +106,11 @@ def _dead(row: StateMeasurement) -> str | None:
 @rule("G804", STATE_RULES)
 def _impossible(row: StateMeasurement) -> str | None:
     if row.negative:
-        return say("{n} of {entries} second moments are negative", n=row.negative, entries=row.entries)
+        return say("{n:,} of {entries:,} second moments are negative", n=row.negative, entries=row.entries)
     if not row.beyond:
         return None
     return say(
-        "{n} of {entries} first moments are larger than any gradients with these second moments leave",
+        "{n:,} of {entries:,} first moments are larger than any gradients with these second moments leave",
         n=row.beyond,
         entries=row.entries,
     )

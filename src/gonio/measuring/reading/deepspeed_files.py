@@ -340,7 +340,7 @@ def _of_states(zero: _Zero, states: dict[int, Archive], world: int) -> None:
 
 
 def _read(shape: tuple[int, ...], dtype: str, pieces: _Pieces) -> Tensor:
-    whole = torch.empty(prod(shape), dtype=getattr(torch, dtype))
+    whole = torch.empty(prod(shape), dtype=getattr(torch, dtype), device="cpu")
     done = 0
     for archive, part in pieces:
         with intact(archive.path):
@@ -406,7 +406,7 @@ def _held(file: Path) -> Any:
 
 
 def _checked(archive: Archive, part: StoredPart) -> Tensor:
-    found = torch.empty(part.shape, dtype=getattr(torch, part.dtype))
+    found = torch.empty(part.shape, dtype=getattr(torch, part.dtype), device="cpu")
     with intact(archive.path):
         archive.read(part, found)
     return found

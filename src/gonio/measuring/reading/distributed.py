@@ -247,7 +247,7 @@ def _of_files(folder: _Folder, unnamed: list[str]) -> Iterator[Problem]:
 
 
 def _read(folder: Path, pieces: list[_Piece], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    whole = torch.empty(shape, dtype=dtype)
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
     for piece in pieces:
         with intact(folder / piece.file):
             archive = Archive(folder / piece.file, piece.begin, piece.length)

@@ -113,7 +113,12 @@ class TensorEntry:
         """The same tensor with values that are not known."""
         shape = self.shape or ()
         return replace(
-            self, load=lambda: torch.full(shape, torch.nan), reason=reason, role="unknown", notes=(), marks=()
+            self,
+            load=lambda: torch.full(shape, torch.nan, device="cpu"),
+            reason=reason,
+            role="unknown",
+            notes=(),
+            marks=(),
         )
 
 
@@ -188,7 +193,7 @@ class StoredTensor:
     @classmethod
     def unread(cls, shape: Sequence[int], dtype: str) -> StoredTensor:
         """One of which only the header is known; its values read as 0."""
-        return cls(tuple(shape), dtype, partial(torch.zeros, tuple(shape)))
+        return cls(tuple(shape), dtype, partial(torch.zeros, tuple(shape), device="cpu"))
 
     def entry(
         self, name: str, kind: str, layout: Layout | None, reason: str = "", notes: tuple[str, ...] = ()

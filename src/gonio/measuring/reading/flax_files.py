@@ -220,7 +220,7 @@ def _arrays(tree: Mapping[str, Any], at: str) -> Iterator[tuple[str, _Array]]:
 
 def _read(path: Path, array: _Array) -> Tensor:
     dtype = getattr(torch, array.dtype)
-    whole = torch.empty(array.size, dtype=torch.uint8)
+    whole = torch.empty(array.size, dtype=torch.uint8, device="cpu")
     done = 0
     for begin, size in array.places:
         whole[done : done + size] = read_tensor(path, begin, size, "uint8", (size,))

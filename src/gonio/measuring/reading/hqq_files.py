@@ -68,13 +68,13 @@ def _parts(
 def _as_tensor(value: Any) -> Tensor | None:
     """A number, a word, a dtype or a shape as HQQ stores it in a tensor; None for anything else."""
     if isinstance(value, (str, torch.dtype)):
-        return torch.tensor([ord(letter) % 256 for letter in str(value)[:_LARGEST]], dtype=torch.uint8)
+        return torch.tensor([ord(letter) % 256 for letter in str(value)[:_LARGEST]], dtype=torch.uint8, device="cpu")
     if not isinstance(value, (bool, int, float, tuple, list)) or (isinstance(value, (tuple, list)) and not value):
         return None
     numbers = list(value) if isinstance(value, (tuple, list)) else [value]
     if len(numbers) > _LARGEST or not all(isinstance(number, (bool, int, float)) for number in numbers):
         return None
     try:
-        return torch.tensor(numbers if isinstance(value, (tuple, list)) else value)
+        return torch.tensor(numbers if isinstance(value, (tuple, list)) else value, device="cpu")
     except (OverflowError, RuntimeError, ValueError):
         return None

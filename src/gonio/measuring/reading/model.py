@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from gonio.measuring.reading.entry import (
 from gonio.measuring.reading.experts import stacks_in, untold
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.checkpoints import weights_of_hooks
-from gonio.parametrizations.mechanism import parametrization_of
+from gonio.parametrizations.mechanism import parametrization_of, without_steps
 from gonio.surgery import Site, sites
 from gonio.surgery.facts import TABLES, facts_of
 
@@ -198,22 +198,8 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
 
 
 def _read(module: nn.Module, name: str) -> Tensor:
-    with _frozen(module):
+    with without_steps(module):
         value: Any = getattr(module, name)
         if callable(value) and not isinstance(value, Tensor):  # torch's quantised layers: weight()
             value = value()
     return value
-
-
-@contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
-    """Torch's parametrizations in evaluation mode: in train mode spectral_norm takes a step at each read."""
-    lists = _parametrizations(module)
-    parts = [m for m in lists.modules() if m.training] if lists is not None else []
-    try:
-        for part in parts:
-            part.training = False
-        yield
-    finally:
-        for part in parts:
-            part.training = True

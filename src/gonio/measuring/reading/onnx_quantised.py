@@ -320,5 +320,5 @@ def _codes(packed: Tensor, bits: int) -> Tensor:
     words = packed
     if 8 % bits:  # eight codes in so many bytes as a code has bits
         filled = nn.functional.pad(packed, (0, -packed.shape[1] % bits)).unflatten(1, (-1, bits)).long()
-        words = (filled << (8 * torch.arange(bits))).sum(-1)
+        words = (filled << (8 * torch.arange(bits, device="cpu"))).sum(-1)
     return torch.stack([(words >> place & (2**bits - 1)).to(torch.uint8) for place in places], -1).flatten(1)

@@ -158,7 +158,7 @@ def read_tensor(path: Path, offset: int, size: int, name: str, shape: tuple[int,
     dtype = dtype_named(name)
     if dtype is None:
         raise UnreadableFileError(str(path), f"torch has no dtype {name}", "Convert the tensor first.")
-    data = torch.empty(size, dtype=torch.uint8)
+    data = torch.empty(size, dtype=torch.uint8, device="cpu")
     with path.open("rb", buffering=0) as file, intact(path):
         file.seek(offset)
         fill(file, data.numpy().data)

@@ -31,7 +31,6 @@ class AdaptedLayers:
         wrapper = loaded("peft.utils.other:ModulesToSaveWrapper")
         self.layers = {site.path: site.module for site in everything if isinstance(site.module, layer)}
         self.saved = {site.path: site.module for site in everything if isinstance(site.module, wrapper)}
-        self._modules = {site.path: site.module for site in everything}
 
     def role_of(self, name: str) -> tuple[bool, str]:
         """Whether a tensor is a part of an adapter or replaced by one; and its name in the plain model."""

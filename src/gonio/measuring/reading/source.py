@@ -161,7 +161,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         raise InvalidArgumentError(
             "measure(base=) adds adapters to the weights that they adapt",
             say("{source} without adapters that are read", source=name_of(source)),
-            "Pass the adapters first and the model that they adapt as base, or no base.",
+            "Pass the adapters first and the model that they adapt as base, or no base; gonio.measuring.difference "
+            "and `gonio measure BASE AFTER` compare two checkpoints.",
         )
     if adapters:
         held = {} if base is None else {e.weight_name or e.name: e for e in with_ties(contents_of(base).entries)}

@@ -218,7 +218,7 @@ def _as_data(path: Path) -> Any:
             raise ValueError("a tensor has more bytes than its record")
         if part.key not in storages:
             storages[part.key] = file[slice(*archive.place(part))]
-        empty = torch.empty(0, dtype=getattr(torch, part.dtype))
+        empty = torch.empty(0, dtype=getattr(torch, part.dtype), device="cpu")
         return empty.set_(storages[part.key], part.offset, part.shape, part.strides)
 
     def by_parts(name: Any, value: Any) -> Iterator[tuple[Any, Any]]:

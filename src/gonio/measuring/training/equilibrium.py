@@ -248,7 +248,7 @@ def _linear_part(short: int, long: int, coefficients: tuple[float, float, float]
     quantiles of the Marchenko–Pastur law. About 0.72 for square matrices, and 1 for a single row.
     """
     low, high = (1 - sqrt(short / long)) ** 2, (1 + sqrt(short / long)) ** 2
-    x = (torch.arange(2000, dtype=torch.float64) + 0.5) * pi / 2000
+    x = (torch.arange(2000, dtype=torch.float64, device="cpu") + 0.5) * pi / 2000
     λ = (low + high) / 2 + (high - low) / 2 * x.cos()
     mass = x.sin().square() / λ  # up to a factor; the substitution by the cosine removes the singularities of the edges
     σ = λ.sqrt()

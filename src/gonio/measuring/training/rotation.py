@@ -72,9 +72,7 @@ def step_rotation(before: Tensor, after: Tensor, *, by_row: bool = False) -> Ste
             "Pass two tensors of one shape.",
         )
     if is_sharded(before) and (by_row or waits(before)):
-        w = before.detach().double()
-        pairs = ((w, w), (change := after.detach() - w, change), (change, w))
-        return StepRotation.of(torch.stack([_squares(a, b, by_row) for a, b in pairs]))
+        return StepRotation.of(step_sums(before, after, by_row=by_row))
     total = ShardSums()
     sums = total.add(before, found := step_sums(local(before), local(after), by_row=by_row))
     total.reduce()
@@ -86,13 +84,6 @@ def step_sums(before: Tensor, after: Tensor, *, by_row: bool = False) -> Tensor:
     w = before.detach().double()
     change = after.detach() - w  # in float64
     pairs = ((w, w), (change, change), (change, w))
-    if by_row:
-        return torch.stack([(a * b).sum(-1) for a, b in pairs])
+    if by_row or is_sharded(w):
+        return torch.stack([whole((a * b).sum(-1) if by_row else (a * b).sum()) for a, b in pairs])
     return torch.stack([torch.dot(a.flatten(), b.flatten()) for a, b in pairs])
-
-
-def _squares(a: Tensor, b: Tensor, by_row: bool) -> Tensor:
-    """Σ a·b over everything or over the last dimension, over all shards."""
-    if not by_row and not is_sharded(a):
-        return torch.dot(a.flatten(), b.flatten())
-    return whole((a * b).sum(-1) if by_row else (a * b).sum())

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gonio.execution import is_sharded
-from gonio.geometry import Layout, matrix_view
+from gonio.geometry import Layout
 from gonio.geometry.blocks import NormSummary
 from gonio.geometry.norms import computed_in, least_norm
+from gonio.geometry.views import view_shape
 from gonio.measuring.figures.tensor import TensorMeasurement, norm_figures
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.messages import say
@@ -150,7 +151,7 @@ def norms_of_shards(entry: TensorEntry, weight: Any, sums: ShardSums) -> Callabl
     part = local(weight)
     bad = torch.tensor([float((~torch.isfinite(part)).sum())], dtype=torch.float64, device=part.device)
     found = sums.add(weight, torch.cat([of_rows(weight, row_sums(part, part, layout), layout), bad]))
-    matrices = matrix_view(torch.empty(weight.shape, device="meta"), layout).shape
+    matrices = view_shape(weight.shape, layout)
 
     def measured() -> TensorMeasurement:
         *_, unknown, nonfinite = found().tolist()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import atan, degrees, isfinite
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,9 @@ from gonio.optim.holding import step_of_hold
 from gonio.surgery import sites
 from gonio.surgery.graph import trace
 
-Also = Collection[Literal["filter_rotation", "initial_angle", "gradient", "state", "attention"]]
-ALSO = ("filter_rotation", "initial_angle", "gradient", "state", "attention")
+Asked = Literal["filter_rotation", "initial_angle", "gradient", "state", "attention"]
+Also = Collection[Asked]
+ALSO = get_args(Asked)
 TRAINING = (  # the columns of a CSV file, in this order
     *("learning_rate", "rotation", "predicted_rotation", "relative_update", "radial_share", "effective_rate"),
     *("filter_rotation_min", "filter_rotation_median", "filter_rotation_max", "initial_angle"),

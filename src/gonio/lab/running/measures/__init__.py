@@ -22,6 +22,8 @@ from gonio.lab.plan import Measure, TrainingConfig
 from gonio.lab.tasks.task import Task
 from gonio.messages import say
 
+Reads = tuple[str | None, Literal["max", "min"]]
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -55,6 +57,8 @@ class MeasureSpec:
         attacked: whether the run is attacked first.
         kind: `task`, the task's own score; `training`, another score of how well or fast a network trains; or a
             `property`, which can only be compared between networks that are equally good.
+        reads: unit and better side of the task's score that it is computed from, with no unit where any will do; a
+            measure of kind `task` reads its own.
     """
 
     function: Callable[..., float]
@@ -64,6 +68,12 @@ class MeasureSpec:
     start: bool = False
     attacked: bool = False
     kind: Literal["task", "training", "property"] = "property"
+    reads: Reads | None = None
+
+    @property
+    def scored(self) -> Reads | None:
+        """Unit and better side that the task's score must have; None if it is not read."""
+        return (self.unit, self.better or "max") if self.kind == "task" else self.reads
 
     @property
     def summary(self) -> str:
@@ -82,11 +92,12 @@ def measure(
     start: bool = False,
     attacked: bool = False,
     kind: Literal["task", "training", "property"] = "property",
+    reads: Reads | None = None,
 ) -> Callable[[Callable[..., float]], Callable[..., float]]:
     """Register a function as the measure of its name; the arguments are those of :class:`MeasureSpec`."""
 
     def add(function: Callable[..., float]) -> Callable[..., float]:
-        _REGISTERED[function.__name__] = MeasureSpec(function, unit, worst, better, start, attacked, kind)
+        _REGISTERED[function.__name__] = MeasureSpec(function, unit, worst, better, start, attacked, kind, reads)
         return function
 
     return add
@@ -121,7 +132,7 @@ def spec_of(named: Measure) -> MeasureSpec:
     if unknown:
         has = f"the measure {named.name!r} has the options {', '.join(known) or 'none'}"
         raise InvalidArgumentError(has, ", ".join(unknown), "Leave it out, or choose one of these.")
-    hints = get_type_hints(spec.function) if named.options else {}
+    hints = get_type_hints(spec.function, include_extras=True) if named.options else {}
     for name, value in named.options.items():
         try:
             TypeAdapter(hints[name], config=ConfigDict(strict=True)).validate_python(value)

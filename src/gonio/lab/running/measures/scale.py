@@ -54,7 +54,7 @@ def _penalty(model: nn.Module, penalty: str) -> float:
     return float(norms.square().sum() if penalty == "l2" else norms.log().sum())
 
 
-@measure("%", worst=0.0, better="max")
+@measure("%", worst=0.0, better="max", reads=("%", "max"))
 @torch.no_grad()
 def int8_accuracy(run: FinishedRun, *, spread: float = 0.0, balance: bool = False, bits: int = 8) -> float:
     """Test accuracy with every weight rounded to integers of one scale per tensor, by :func:`fake_quantize`.
@@ -75,7 +75,7 @@ def int8_accuracy(run: FinishedRun, *, spread: float = 0.0, balance: bool = Fals
     return score_of(run, model.to(next(run.model.parameters()).dtype))
 
 
-@measure("%", worst=100.0, better="min")
+@measure("%", worst=100.0, better="min", reads=(None, "min"))
 @torch.no_grad()
 def int4_cost(
     run: FinishedRun, *, axes: Literal["own", "principal"] = "own", turn: bool = False, bits: int = 4

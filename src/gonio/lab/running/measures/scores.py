@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from torch import nn
 
+from gonio.errors import InvalidArgumentError
 from gonio.lab.plan import Attack
-from gonio.lab.running.measures import FinishedRun, measure
+from gonio.lab.running.measures import FinishedRun, Reads, measure
 from gonio.lab.running.training import batches, evaluate, fit
 from gonio.lab.tasks.task import Batch, Examples
 from gonio.recipes import Recipe
@@ -30,22 +32,29 @@ def first_epoch(run: FinishedRun) -> Iterator[Batch]:
     return batches(run.task, run.training.batch_size, seed=run.seed, epoch=0)
 
 
+_ACCURACY: Reads = ("%", "max")
+_Epochs = Annotated[int, Field(gt=0)]
+
+
 @measure("%", worst=0.0, better="max", kind="task")
 def accuracy(run: FinishedRun) -> float:
     """Accuracy on the test split, at the epoch with the best validation score."""
     return score_of(run)
 
 
-@measure("% of runs", worst=0.0, better="max", kind="training")
+@measure("% of runs", worst=0.0, better="max", kind="training", reads=_ACCURACY)
 def trains(run: FinishedRun, *, least: float = 50.0) -> float:
     """Share of runs that train: 100 if the test accuracy is at least `least` percent, else 0."""
     return 100.0 if score_of(run) >= least else 0.0
 
 
 @measure("nats", kind="training")
-def loss_after(run: FinishedRun, *, epochs: int) -> float:
+def loss_after(run: FinishedRun, *, epochs: _Epochs) -> float:
     """Mean training loss of the epoch with this number."""
-    found = run.curve["train_loss"][epochs - 1]
+    losses = run.curve["train_loss"]
+    if epochs > len(losses):
+        raise InvalidArgumentError(f"the loss after {epochs} epochs needs as many", str(len(losses)), "Name fewer.")
+    found = losses[epochs - 1]
     return math.inf if found is None else found
 
 
@@ -57,7 +66,7 @@ def curve_roughness(run: FinishedRun) -> float:
     return 100 * rises / max(losses[0] - min(losses), 1e-12)
 
 
-@measure("%", worst=0.0, better="max", kind="training")
+@measure("%", worst=0.0, better="max", kind="training", reads=_ACCURACY)
 def calibrated_accuracy(run: FinishedRun, *, average: Literal["moving", "batches"] = "moving") -> float:
     """Accuracy with statistics of the normalisation that are `moving` averages or averages over `batches`."""
     if average == "batches":
@@ -82,8 +91,8 @@ def hidden_gradients(run: FinishedRun) -> float:
     return max(0.0, float(run.robustness["pgd"]) - min(others))
 
 
-@measure("%", worst=0.0, better="max", kind="training")
-def accuracy_after(run: FinishedRun, *, epochs: int, recipe: Mapping[str, Any] | None = None) -> float:
+@measure("%", worst=0.0, better="max", kind="training", reads=_ACCURACY)
+def accuracy_after(run: FinishedRun, *, epochs: _Epochs, recipe: Mapping[str, Any] | None = None) -> float:
     """Accuracy on the test split after the trained model was changed by a recipe and trained for `epochs` more.
 
     The second training has the learning rate, decay and schedule of the first one, and chooses its own best epoch.
@@ -116,7 +125,7 @@ def negative_elbo(run: FinishedRun) -> float:
     return score_of(run)
 
 
-@measure("%")
+@measure("%", reads=_ACCURACY)
 def overfit(run: FinishedRun) -> float:
     """Points by which the accuracy on the training split exceeds that on the test split."""
     return score_of(run, split=run.task.train) - score_of(run)

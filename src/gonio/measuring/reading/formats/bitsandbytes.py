@@ -47,7 +47,9 @@ def _four_bit_values(parts: StoredTensors, about: Mapping[str, Any]) -> Tensor:
     scales = read[".absmax"].flatten()
     if ".nested_absmax" in read:
         steps = read[".nested_quant_map"].flatten()[scales.long()]
-        coarse = read[".nested_absmax"].flatten()[torch.arange(len(steps)) // int(about["nested_blocksize"])]
+        coarse = read[".nested_absmax"].flatten()[
+            torch.arange(len(steps), device="cpu") // int(about["nested_blocksize"])
+        ]
         scales = steps * coarse + float(about["nested_offset"])
     made = read[".quant_map"].flatten().float()[halves(read[""].flatten().view(torch.uint8), high_first=True)]
     entries, size = prod(about["shape"]), about["blocksize"]

@@ -112,17 +112,17 @@ def _awq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> Te
 def _in_turn(inputs: int, groups: int, about: Mapping[str, Any]) -> Tensor:
     """The group of each input, in order; the last group may have fewer inputs than the stated size."""
     size = about.get("group_size", about.get("q_group_size"))
-    return torch.arange(inputs) // (size if type(size) is int and size > 0 else -(-inputs // groups))
+    return torch.arange(inputs, device="cpu") // (size if type(size) is int and size > 0 else -(-inputs // groups))
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
     """The codes in the last dimension's int32 numbers, the lowest bits first; 32 codes of 3 bits in three numbers."""
     if 32 % bits == 0:
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device="cpu")
         return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
     words = packed.long() & 0xFFFFFFFF
     pairs = words | (words.roll(-1, -1) << 32)  # a code may end in the next number
-    starts = torch.arange(0, 32 * packed.shape[-1], bits)
+    starts = torch.arange(0, 32 * packed.shape[-1], bits, device="cpu")
     return ((pairs[..., starts // 32] >> (starts % 32)) & (2**bits - 1)).int()
 
 

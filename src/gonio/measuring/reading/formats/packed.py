@@ -80,7 +80,7 @@ def _integer_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
     if "weight_g_idx" in parts:
         group = parts["weight_g_idx"].load().long()
     else:
-        group = torch.arange(columns) // (columns // scales.shape[1])
+        group = torch.arange(columns, device="cpu") // (columns // scales.shape[1])
     if "weight_zero_point" in parts:
         zeros = unpacked(parts["weight_zero_point"].load().mT, bits).mT[: len(codes)].float() - 2 ** (bits - 1)
         codes = codes - zeros[:, group]
@@ -129,8 +129,10 @@ def _float_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
     if bits == 4:
         values = fp4_values(halves(packed, high_first=False))
     else:  # four codes in three bytes, of 2 bits of exponent and 3 of mantissa
-        triples = packed.int().unflatten(-1, (-1, 3)) << torch.tensor([0, 8, 16])
-        values = fp6_values((triples.sum(-1, keepdim=True) >> torch.tensor([0, 6, 12, 18]) & 63).flatten(-2), 2)
+        triples = packed.int().unflatten(-1, (-1, 3)) << torch.tensor([0, 8, 16], device="cpu")
+        values = fp6_values(
+            (triples.sum(-1, keepdim=True) >> torch.tensor([0, 6, 12, 18], device="cpu") & 63).flatten(-2), 2
+        )
     return values.unflatten(-1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 

@@ -229,7 +229,7 @@ def _mxfp4_values(codes: StoredTensor, scales: StoredTensor, shape: tuple[int, i
 
 def fp4_values(codes: Tensor) -> Tensor:
     """The numbers that codes of 4 bits stand for: a sign, 2 bits of exponent and 1 of mantissa."""
-    return torch.tensor([*_FP4, *(-value for value in _FP4)])[codes]
+    return torch.tensor([*_FP4, *(-value for value in _FP4)], device="cpu")[codes]
 
 
 def fp6_values(codes: Tensor, exponent: int) -> Tensor:
@@ -239,9 +239,11 @@ def fp6_values(codes: Tensor, exponent: int) -> Tensor:
         [1] Open Compute Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.3.2.
     """
     mantissa = 5 - exponent
-    bias, steps = 2 ** (exponent - 1) - 1, torch.arange(32)
+    bias, steps = 2 ** (exponent - 1) - 1, torch.arange(32, device="cpu")
     powers, rest = (steps >> mantissa), (steps & (2**mantissa - 1)) / 2**mantissa
-    table = torch.where(powers > 0, torch.ldexp(1 + rest, powers - bias), torch.ldexp(rest, torch.tensor(1 - bias)))
+    table = torch.where(
+        powers > 0, torch.ldexp(1 + rest, powers - bias), torch.ldexp(rest, torch.tensor(1 - bias, device="cpu"))
+    )
     return torch.cat((table, -table))[codes.int()]
 
 

@@ -78,18 +78,18 @@ def _values(parts: StoredTensors, shape: tuple[int, ...]) -> Tensor:
     """
     rows, columns = prod(shape[:-1]), shape[-1]
     held, values = parts["bitmask"].load().reshape(rows, -1, 1), parts["compressed"].load().flatten()
-    bits = (held >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(1)
+    bits = (held >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1).bool().flatten(1)
     counts, mask = bits.sum(1), bits[:, :columns]
     if "row_offsets" in parts:
         told = parts["row_offsets"].load().flatten()
     else:
-        told = torch.arange(rows) * (len(values) // rows)
+        told = torch.arange(rows, device="cpu") * (len(values) // rows)
     wrong = (counts.cumsum(0) - counts != told) | (mask.sum(1) != counts)
     if wrong.any() or int(counts.sum()) != len(values):
         row = int(wrong.int().argmax()) if wrong.any() else rows
         found = f"another number of them in the rows before {row}, or bits outside of it"
         raise InvalidArgumentError(f"a mask needs {len(values)} bits", found, "The tensors do not fit.")
-    made = torch.zeros(rows, columns, dtype=values.dtype)
+    made = torch.zeros(rows, columns, dtype=values.dtype, device="cpu")
     whole = made.view(torch.uint8) if values.element_size() == 1 else made  # torch has few operations for 8-bit floats
     whole.masked_scatter_(mask, values.view(whole.dtype))
     return made.reshape(shape)
