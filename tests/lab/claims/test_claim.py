@@ -72,6 +72,8 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
         (quick(contrast={"a": 0.0, "b": 0.0}), "factors of 0 alone compares nothing"),
         (quick(contrast={"a": 1.0, "b": 1.0}), "between arms must sum to 0"),
         (quick(contrast={"b": 1.0}), "between arms must sum to 0, .*; found {'b': 1.0}"),
+        (quick(contrast={"a": 100.0, "b": -100.0}), "factors of a contrast lie between -1 and 1 .* found {'a': 100.0"),
+        (quick(contrast={"a": 0.01, "b": -0.01}), "the positive ones sum to 1 or more, or effects are not of the size"),
         (changed(measure="signal_gain", quick={"arms": ARMS, "contrast": {"a": -1.0}}), "must sum to 0"),
         (quick(arms=[{"name": "a"}, {"name": "b"}]), "the arms a and b are the same; one of them needs redraw"),
         (quick(arms=[{"name": "a"}, {"name": "b", "recipe": "no-such-recipe"}]), "no recipe named"),

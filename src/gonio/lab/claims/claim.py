@@ -305,6 +305,9 @@ class Claim(BaseModel):
         if (is_score or min(factors.values()) < 0) and abs(sum(factors.values())) > 1e-6:
             needs = "the factors of a contrast between arms must sum to 0, or it depends on the level of all scores"
             raise ValueError(f"{needs}; found {factors}")
+        if max(map(abs, factors.values())) > 1 or sum(factor for factor in factors.values() if factor > 0) < 1 - 1e-6:
+            needs = "the factors of a contrast lie between -1 and 1 and the positive ones sum to 1 or more"
+            raise ValueError(f"{needs}, or effects are not of the size of the scores; found {factors}")
 
     @property
     def budget(self) -> str:
