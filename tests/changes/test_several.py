@@ -93,6 +93,15 @@ def test_a_model_that_did_not_change_a_tensor_has_no_cosine_there() -> None:
     assert two.whole.entries == 30 * 40 + 20
 
 
+def test_changes_that_share_no_tensor_are_told_model_by_model() -> None:
+    """They were called changes that could not be compared, although each was."""
+    unchanged = changes(base(), base(), base())
+    assert not unchanged.tensors
+    assert "more than one of the 2 models" in unchanged.verdict
+    assert unchanged.verdict.count("Nothing changed") == 2
+    assert "changed, by" in changes(base(), base(), tuned(1)).verdict
+
+
 def test_it_prints_exports_and_makes_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
     found = changes(base(), tuned(1, along=2.0), tuned(2, along=-2.0))

@@ -145,7 +145,9 @@ class Changes(PagedTable[Agreement]):
         plainly = [*self.findings, *(finding for model in self.models for finding in model.findings)]
         found = verdict(plainly, [tensor.path for tensor in self.tensors], "changed tensor")
         if not pairs:
-            return joined([say("The changes of {n} models could not be compared.", n=many), found], " ")
+            alone = say("No tensor that could be compared was changed by more than one of the {n} models.", n=many)
+            told = zip(self.names, self.models, strict=True)
+            return joined([alone, *(say("{name}: {text}", name=name, text=one.verdict) for name, one in told)], " ")
         low, high = _cosine(min(pairs)), _cosine(max(pairs))
         said = say("cosine {low}", low=low) if low == high else say("cosines {low} to {high}", low=low, high=high)
         said = say("{n} changes: {cosines}, by chance 0 ± {chance:.2g}", n=many, cosines=said, chance=whole.chance)
