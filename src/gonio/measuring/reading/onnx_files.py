@@ -279,7 +279,8 @@ def _tensors(prefix: str, graph: Any, reader: _Reader) -> Iterator[tuple[str, An
 
 
 def _from_bytes_in_numbers(tensor: Any) -> Tensor:
-    return torch.tensor(list(tensor.int32_data), dtype=torch.int32).bitwise_and(0xFF).to(torch.uint8)
+    held = torch.tensor(list(tensor.int32_data), dtype=torch.int32, device="cpu")
+    return held.bitwise_and(0xFF).to(torch.uint8)
 
 
 def _of_nibbles(load: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
