@@ -93,7 +93,7 @@ def with_the_last_graph() -> nn.Module:
 
 
 def unseeded_noise() -> nn.Module:
-    return Own(lambda self, y: y + float(np.random.default_rng().normal()) * self.training)
+    return Own(lambda self, y: y * (1 + float(np.random.default_rng().normal()) * self.training))
 
 
 def lost() -> nn.Module:
