@@ -293,10 +293,8 @@ def copy_of(model: nn.Module) -> nn.Module:
         try:
             made = copy.deepcopy(model, copied := memo | _not_copied(model))
         except Exception:
-            found, do = (
-                f"it cannot be copied ({first_line(error, kind=True)})",
-                "Fold its weights, or copy it yourself.",
-            )
+            found = f"it cannot be copied ({first_line(error, kind=True)})"
+            do = "Fold its weights, or copy it yourself."
             raise InvalidArgumentError("a copy of the model is needed", found, do) from error
     held = [*model.modules(), *model.parameters(), *model.buffers()]
     references = _References({id(each): copied[id(each)] for each in held if id(each) in copied})

@@ -334,9 +334,8 @@ class OutputTerm(Term):
     def _of_probes(self, count: int) -> Evaluation:
         layout = self.weight.layout
         filters = matrix_view(whole(self.weight.tensor()), layout)
-        probes = torch.randn(
-            count, filters.shape[-1], generator=self._generator, device="cpu"
-        )  # on the CPU: the same on each device
+        # drawn on the CPU: the same on each device
+        probes = torch.randn(count, filters.shape[-1], generator=self._generator, device="cpu")
         outputs = filters @ probes.to(filters, non_blocking=True).T
         return self._evaluate(outputs.flatten(0, 1).T, groups=layout.groups)
 
