@@ -182,20 +182,21 @@ def test_the_command_of_a_claim_file_names_the_file(tmp_path: Path) -> None:
 
 IDENTITY: dict[str, Any] = {"measure": "penalty_change", "direction": "larger", "sesoi": 0.5, "scope": "identity"}
 ALONE = {"arms": [{"name": "trained"}], "contrast": {"trained": 1.0}}
+TWO = {"arms": [{"name": "trained"}, {"name": "redrawn", "redraw": True}], "contrast": {"trained": 1.0}}
 
 
 def test_the_terms_of_a_verdict_are_fixed_before_the_runs(tmp_path: Path) -> None:
-    first = try_claims([claim(setting=ALONE, **IDENTITY)], tmp_path)
+    first = try_claims([claim(setting=TWO, **IDENTITY)], tmp_path)
     before = (tmp_path / "mine" / "claim.json").read_text()
     for changed, key in (({"direction": "same"}, "direction is larger in the study and same in the command"),
                          ({"fair": {"floor": 1.0}}, r"fair\.floor is 60\.0 in the study and 1\.0"),
                          ({"sesoi": 0.1}, r"sesoi is 0\.5 in the study and 0\.1")):  # fmt: skip
         with pytest.raises(PlanChangedError, match=key):
-            try_claims([claim(setting=ALONE, **{**IDENTITY, **changed})], tmp_path)
-    with pytest.raises(PlanChangedError, match=r"contrast is \+1 trained in the study and \+2 trained"):
-        try_claims([claim(setting={**ALONE, "contrast": {"trained": 2.0}}, **IDENTITY)], tmp_path)
+            try_claims([claim(setting=TWO, **{**IDENTITY, **changed})], tmp_path)
+    with pytest.raises(PlanChangedError, match=r"contrast is \+1 trained in the study and \+1 redrawn"):
+        try_claims([claim(setting={**TWO, "contrast": {"redrawn": 1.0}}, **IDENTITY)], tmp_path)
     assert (tmp_path / "mine" / "claim.json").read_text() == before
-    again = try_claims([claim(setting=ALONE, **IDENTITY, differs="Said better.")], tmp_path)
+    again = try_claims([claim(setting=TWO, **IDENTITY, differs="Said better.")], tmp_path)
     assert again.results[0].evidence == first.results[0].evidence
 
 
