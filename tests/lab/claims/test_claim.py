@@ -60,6 +60,7 @@ def test_the_second_arm_minus_the_first_is_tested_by_default() -> None:
         (changed(sesoi="1"), "sesoi: .1., but expected a valid number"),
         (changed(direction="up"), "direction: .up., but expected"),
         (changed(measure="luck"), "there is no measure named 'luck'"),
+        (changed(fair={"floor": 60.0, "ceiling": 90.0}), "floor where larger scores are better, or .*; found both"),
         (changed(options={"least": 3}), "has the options none; found least"),
         (changed(measure="trains", options={"least": True}), "'least' of the measure 'trains' is a number; found True"),
         (changed(measure="loss_after", options={"epochs": 1.5}), "'epochs' .* is a valid integer; found 1.5"),

@@ -83,7 +83,6 @@ PLANTED = [
     (claim(measure="bits_per_byte", direction="smaller", fair={"ceiling": 4.0}),
      runs({"plain": 7.9, "method": 3.0, **controls(7.9)}, unit="bits"), "plain reaches .* bits|plain reaches"),
     (claim(fair={}), runs(FAIR), "states no score that its arms must reach"),
-    (claim(fair={"floor": 80.0, "ceiling": 90.0}), runs(FAIR), "states no score that its arms must reach"),
     (claim(fair={"floor": 80.0, "margin": 1.0}, **ANGLES), Runs(scores={"plain": {0: 1.0}}), "were not recorded"),
     # unequal footing
     (claim(fair={"floor": 40.0, "margin": 1.0}, **ANGLES), runs(SPREADS, reached={**EQUAL, "method": 81.0}),

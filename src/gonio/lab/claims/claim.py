@@ -100,6 +100,12 @@ class Fair(BaseModel):
     speed: _Reason = ""
     untuned: _Reason = ""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.floor is not None and self.ceiling is not None:
+            raise ValueError("a claim has a floor where larger scores are better, or else a ceiling; found both")
+        return self
+
 
 class Arm(BaseModel):
     """One side of a comparison.

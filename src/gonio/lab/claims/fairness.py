@@ -205,7 +205,7 @@ class _Seen:
 
 def _states_bound(seen: _Seen) -> str:
     """The claim states the score that its arms must reach."""
-    if seen.spec.start or (seen.claim.fair.floor is None) != (seen.claim.fair.ceiling is None):
+    if seen.spec.start or (seen.claim.fair.floor, seen.claim.fair.ceiling) != (None, None):
         return ""
     return say("The claim states no score that its arms must reach (fair: floor, or ceiling where less is better).")
 
