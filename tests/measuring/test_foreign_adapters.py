@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import gonio
-from bank.files.adapters import Mixture, Net, adapted, base, plain
+from bank.files.adapters import GatedMixture, Mixture, Net, adapted, base, plain
 from foreign import torchvision
 from gonio.measuring import difference, measure
 from gonio.measuring.reading.adapters import AdapterConfig
@@ -105,20 +105,25 @@ def test_attention_s_packed_projection_is_adapted_too(net: nn.Module) -> None:
 # --- stacked experts in memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [Mixture, GatedMixture])
 @pytest.mark.parametrize("target", ["experts.up", "experts.down"])
-def test_lora_of_stacked_experts_in_memory(target: str) -> None:
-    model = adapted(peft.LoraConfig(r=2, lora_alpha=4, target_modules=[], target_parameters=[target]), base(Mixture))
-    merged, before = plain(copy.deepcopy(model).merge_and_unload()), plain(base(Mixture))
+def test_lora_of_stacked_experts_in_memory(target: str, kind: type[nn.Module]) -> None:
+    model = adapted(peft.LoraConfig(r=2, lora_alpha=4, target_modules=[], target_parameters=[target]), base(kind))
+    merged, before = plain(copy.deepcopy(model).merge_and_unload()), plain(base(kind))
     agrees(before, merged, model)
     product = next(t for t in measure(model).values() if "experts" in t.path and ".lora_BA" in t.path)
     expected = float((merged[target] - before[target]).norm())
     assert (product.groups, product.frobenius) == (3, pytest.approx(expected, rel=1e-4))
 
 
-def test_lora_of_two_parameters_of_one_module_is_known_in_memory() -> None:
+@pytest.mark.parametrize("kind", [Mixture, GatedMixture])
+def test_lora_of_two_parameters_of_one_module_is_known_in_memory(kind: type[nn.Module]) -> None:
     both = ["experts.up", "experts.down"]
-    model = adapted(peft.LoraConfig(r=2, target_modules=[], target_parameters=both), base(Mixture))
-    agrees(plain(base(Mixture)), plain(copy.deepcopy(model).merge_and_unload()), model)
+    model = adapted(peft.LoraConfig(r=2, target_modules=[], target_parameters=both), base(kind))
+    merged = plain(copy.deepcopy(model).merge_and_unload())
+    agrees(plain(base(kind)), merged, model)
+    model.merge_adapter()
+    agrees(plain(base(kind)), merged, model)
 
 
 # --- files of others, and scales that nobody stored ------------------------------------------------------------------

@@ -35,9 +35,9 @@ class Net(nn.Module):
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, units: int = 24) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(3, 24, 16)), nn.Parameter(torch.randn(3, 16, 24))
+        self.up, self.down = nn.Parameter(torch.randn(3, units, 16)), nn.Parameter(torch.randn(3, 16, 24))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("ehi,bi->bh", self.up, x)
@@ -52,6 +52,23 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts(x)
+
+
+class GatedMixture(Mixture):
+    """Experts as in Mixtral, and a router that is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.router = Experts(48), Router()
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.mT
 
 
 def peft() -> Any:
@@ -236,6 +253,14 @@ CASES: dict[str, Case] = {
     "LoRA of two parameters of one module": Case(
         FILES, lora(of=Mixture, target_modules=[], target_parameters=UP + DOWN,
                     refused="which of the layer's parameters it changes is not known")),
+    "LoRA of two parameters of other shapes": Case(
+        FILES, lora(of=GatedMixture, target_modules=[], target_parameters=UP + DOWN,
+                    rank_pattern={"experts.down": 4, "experts.up": 4})),
+    "LoRA of two parameters with an alpha each": Case(
+        FILES, lora(of=GatedMixture, target_modules=[], target_parameters=UP + DOWN,
+                    alpha_pattern={"experts.down": 3}, refused="says different things of experts.up and")),
+    "LoRA of a parameter that is a matrix": Case(
+        FILES, lora(of=GatedMixture, target_modules=[], target_parameters=["router.table"])),
     "LoRA before the first step": Case(FILES, fresh()),
     "DoRA before the first step": Case(FILES, fresh(use_dora=True), slow=True),
     # configurations that are not understood

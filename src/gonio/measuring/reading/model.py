@@ -28,7 +28,7 @@ from gonio.measuring.reading.entry import (
     is_batched_kernel,
     says_tied,
 )
-from gonio.measuring.reading.experts import stacks_in, untold
+from gonio.measuring.reading.experts import Stack, stacks_in, untold
 from gonio.measuring.reading.peft_layers import AdaptedLayers, adapted_entries
 from gonio.parametrizations.checkpoints import weights_of_hooks
 from gonio.parametrizations.mechanism import parametrization_of, without_steps
@@ -69,7 +69,7 @@ def entries_of_model(model: nn.Module) -> list[TensorEntry]:
     made = [stacks[entry.name].entry(entry) if entry.name in stacks else entry for entry in made]
     if not adapted.layers and not adapted.saved:
         return made
-    return [*_placed(made, adapted), *_of_adapters(adapted)]
+    return [*_placed(made, adapted), *_of_adapters(adapted, stacks)]
 
 
 def _placed(entries: list[TensorEntry], adapted: AdaptedLayers) -> Iterator[TensorEntry]:
@@ -80,7 +80,7 @@ def _placed(entries: list[TensorEntry], adapted: AdaptedLayers) -> Iterator[Tens
         yield replace(entry, weight_name="" if plain == entry.name else plain)
 
 
-def _of_adapters(adapted: AdaptedLayers) -> Iterator[TensorEntry]:
+def _of_adapters(adapted: AdaptedLayers, stacks: Mapping[str, Stack]) -> Iterator[TensorEntry]:
     for path, layer in adapted.layers.items():
         base = layer.get_base_layer()  # type: ignore[operator]
         layout, reason = _layout(base, "weight", None)
@@ -88,7 +88,8 @@ def _of_adapters(adapted: AdaptedLayers) -> Iterator[TensorEntry]:
         while inner in adapted.layers:  # adapters of several parameters lie inside of each other
             inner += ".base_layer"
         plain = adapted.role_of(f"{inner}.weight")[1].removesuffix("weight").removesuffix(".")
-        yield from adapted_entries(path, layer, plain, layout, reason)
+        held = {name: stacks[key] for name, _ in _own(base) if (key := f"{inner}.{name}") in stacks}
+        yield from adapted_entries(path, layer, plain, layout, reason, held)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

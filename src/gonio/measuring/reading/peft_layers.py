@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from gonio.errors import first_line
 from gonio.execution import loaded
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import LOW_RANK, TensorEntry
+from gonio.measuring.reading.experts import Stack
 from gonio.surgery import Site
 
 _INSIDE = {"base_layer", "token_adapter"}  # the names under which peft's layers hold the layer that they adapt
@@ -83,12 +84,15 @@ def _changed(layer: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, reason: str) -> Iterator[TensorEntry]:
+def adapted_entries(
+    path: str, layer: Any, plain: str, layout: Layout | None, reason: str, stacks: Mapping[str, Stack]
+) -> Iterator[TensorEntry]:
     """The value in use of each tensor that the layer's adapters change, and the product of each low-rank adapter.
 
     Args:
         plain: the path of the layer in the model without adapters.
         layout, reason: of the adapted layer's weight.
+        stacks: by name, its tensors that are stacks of matrices, and are read as such without adapters too.
     """
     kind = type(layer).__module__.removeprefix("peft.tuners.").partition(".")[0]
     for adapter in _products(layer):
@@ -99,14 +103,15 @@ def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, re
     said = f"{path}.base_and_{kind}.{'+'.join(active)}"
     if getattr(layer, "merged_adapters", ()):
         parameter = getattr(layer, "parameter_name", "weight")
-        yield TensorEntry(said, type(layer.get_base_layer()).__name__, layout,
+        merged = TensorEntry(said, type(layer.get_base_layer()).__name__, layout,
                     lambda: getattr(layer.get_base_layer(), parameter).detach(), reason,
                     (f"merged into the base's weight: {', '.join(active)}",), role="adapter")  # fmt: skip
+        yield stacks[parameter].entry(merged) if parameter in stacks else merged
         return
     for name, _ in _changed(layer):
         main = name in ("weight", getattr(layer, "parameter_name", ""))
         stacked = reason or "not known to be a stack of filters"
-        yield TensorEntry(
+        changed = TensorEntry(
             said if main else f"{path}.{name}.base_and_{kind}.{'+'.join(active)}",
             type(layer.get_base_layer()).__name__,
             layout if name == "weight" else None,
@@ -115,6 +120,7 @@ def adapted_entries(path: str, layer: Any, plain: str, layout: Layout | None, re
             (),
             weight_name=f"{plain}.{name}" if plain else name,
         )
+        yield stacks[name].entry(changed) if name in stacks else changed
 
 
 def _products(layer: Any) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -33,6 +33,7 @@ _KEY = re.compile(
 )
 PACKED = "in_proj_weight"  # of nn.MultiheadAttention
 UNKNOWN_SCALE = "the adapter's scale is not known"
+UNKNOWN_TENSOR = "which of the layer's parameters it changes is not known"
 
 
 class Unfit(ValueError):
@@ -49,7 +50,8 @@ class Adapter:
     """What one adapter makes of one tensor of the base.
 
     Attributes:
-        path: of the adapted layer. `tensor`: the adapted tensor of it.
+        path: of the adapted layer. `tensor`: the adapted tensor of it. `among`: those of which it is one, where the
+            file names several; their shapes in the base tell which.
         name: of the adapter where a layer may have several. `kind`: for the names of rows.
         change: the adapted tensor, of the base's tensor as its first argument and its entry as the second; None if it
             is not computed, with the `reason`; `fault` says whether the adapter is at fault for it, or the choice of
@@ -64,6 +66,7 @@ class Adapter:
     change: Callable[[Tensor, TensorEntry], Tensor] | None
     parts: tuple[str, ...] = ()
     tensor: str = "weight"
+    among: tuple[str, ...] = ()
     reason: str = ""
     fault: bool = False
     check: Callable[[TensorEntry], str] = lambda _: ""
@@ -75,6 +78,16 @@ class Adapter:
     def weight(self) -> str:
         """The name of the adapted tensor."""
         return f"{self.path}.{self.tensor}" if self.path else self.tensor
+
+    def fits(self, base: TensorEntry | None) -> bool:
+        """Whether the product of the adapter could be added to a tensor: a matrix, or one for each expert."""
+        if self.product is None or base is None:
+            return False
+        shape, experts = tuple(self.product.shape), self.layout.blocks
+        if experts == 1:
+            return base.shape == shape
+        outputs, inputs = shape[0] // experts, shape[1]
+        return base.shape in (shape, (experts, outputs, inputs), (experts, inputs, outputs))
 
     def adapted(self, base: TensorEntry) -> TensorEntry:
         """The entry of the adapted tensor of a base."""
@@ -250,7 +263,7 @@ class Places:
     Files for a pipeline name the model first (`unet.`), which a base that is this model does not.
     """
 
-    def __init__(self, base: Collection[str]) -> None:
+    def __init__(self, base: Mapping[str, TensorEntry]) -> None:
         self._base = base
         self._paths = dict.fromkeys(name.rpartition(".")[0] for name in base)
         times = Counter(path.replace(".", "_") for path in self._paths)
@@ -266,9 +279,18 @@ class Places:
 
     def of(self, adapters: list[Adapter]) -> list[Adapter]:
         """The adapters at their places; a tensor that several of them change is refused."""
-        found = [self._of(adapter) for adapter in adapters]
+        found = [one for adapter in adapters for one in self._settled(self._of(adapter))]
         times = Counter(adapter.weight for adapter in found)
         return [replace(a, reason=a.reason or SEVERAL) if times[a.weight] > 1 else a for a in found]
+
+    def _settled(self, adapter: Adapter) -> list[Adapter]:
+        """The adapter of the one tensor among several that it fits, else one of each with the reason."""
+        each = [replace(adapter, tensor=name) for name in adapter.among] if len(adapter.among) > 1 else [adapter]
+        fitting = [one for one in each if one.fits(self._base.get(one.weight))]
+        if len(each) == 1 or len(fitting) == 1:
+            return fitting or each
+        first, *rest = (replace(one, reason=one.reason or UNKNOWN_TENSOR) for one in each)
+        return [first, *(replace(one, product=None) for one in rest)]
 
     def _of(self, adapter: Adapter) -> Adapter:
         made = replace(adapter, path=self.path(adapter.path))
@@ -345,7 +367,8 @@ def entries_of_adapters(adapters: list[Adapter], base: Mapping[str, TensorEntry]
     for adapter in Places(base).of(adapters):
         end = f".{adapter.name}" if adapter.name else ""
         if adapter.product is not None:
-            path = f"{adapter.path}.lora_BA{end}"
+            owner = adapter.weight if len(adapter.among) > 1 else adapter.path
+            path = f"{owner}.lora_BA{end}"
             product = adapter.product.entry(path, LOW_RANK, adapter.layout, notes=(adapter.note,))
             made.append(replace(product, role="adapter"))
         name = f"{adapter.weight.removesuffix('.weight')}.base_and_{adapter.kind}{end}"

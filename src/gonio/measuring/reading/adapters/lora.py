@@ -42,6 +42,8 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     except ValueError as error:
         scale, experts, reason = None, 1, str(error)
     made = _of_weight(group, config, names, 1.0 if scale is None else scale, experts)
+    if targets := _targets(group, config):
+        made = replace(made, tensor=targets[0], among=tuple(targets))
     said = say("the product of the adapter's B and A, without its scale, which the file does not hold")
     if scale is not None:
         said = say("the product of the adapter's B and A, with its scale {scale:.4g}", scale=scale)
@@ -49,10 +51,9 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
         said = joined([said, say("{experts} experts: a matrix each", experts=experts)], "; ")
     reason = reason or made.reason or (UNKNOWN_SCALE if scale is None else "")
     weight = replace(made, reason=reason, note=said)
-    others = [replace(weight, tensor=name, product=None) for name in _targets(group, config)[1:]]
     if (bias := group.parts.get("lora_B.bias")) is not None:
-        others.append(group.adapter("lora", partial(_shifted, bias, scale), tensor="bias", reason=reason))
-    return [weight, *others]
+        return [weight, group.adapter("lora", partial(_shifted, bias, scale), tensor="bias", reason=reason)]
+    return [weight]
 
 
 def _scale(group: Group, rank: int, config: AdapterConfig) -> float | None:
@@ -62,7 +63,7 @@ def _scale(group: Group, rank: int, config: AdapterConfig) -> float | None:
     stored = group.parts.get("alpha")
     if stored is not None and stored.entries == 1:
         return float(stored.load().reshape(()).float()) / rank
-    alpha = config.pattern("alpha_pattern", _key(group, config))
+    alpha = _pattern("alpha_pattern", group, config)
     alpha = config.number("lora_alpha") if alpha is None else alpha
     if alpha is None:
         return None
@@ -85,14 +86,17 @@ def _targets(group: Group, config: AdapterConfig) -> list[str]:
     return [last for path, _, last in pairs if path and f".{group.path}".endswith(f".{path}")]
 
 
-def _key(group: Group, config: AdapterConfig) -> str:
-    """What the patterns of the configuration are held against."""
-    targets = _targets(group, config)
-    return f"{group.path}.{targets[0]}" if targets else group.path
+def _pattern(key: str, group: Group, config: AdapterConfig) -> float | None:
+    """What the patterns of the configuration say of the layer, or of each parameter that the adapter may change."""
+    paths = [f"{group.path}.{name}" for name in _targets(group, config)] or [group.path]
+    found = {config.pattern(key, path) for path in paths}
+    if len(found) > 1:
+        raise ValueError(f"{key} says different things of {' and '.join(paths[:2])}")
+    return found.pop()
 
 
 def _rank(group: Group, config: AdapterConfig) -> int | None:
-    rank = config.pattern("rank_pattern", _key(group, config))
+    rank = _pattern("rank_pattern", group, config)
     rank = config.number("r") if rank is None else rank
     return int(rank) if rank is not None and 0 < rank <= group.parts["lora_A"].shape[0] else None
 
@@ -159,15 +163,13 @@ def _of_weight(group: Group, config: AdapterConfig, names: tuple[str, str], scal
 
 def _of_stack(group: Group, config: AdapterConfig, scale: float, experts: int) -> Adapter:
     """The adapter of a parameter that holds a matrix for each expert."""
-    targets = _targets(group, config)
     if not experts:
-        return group.refused("lora", "the number of its experts is not known", tensor=targets[0])
+        return group.refused("lora", "the number of its experts is not known")
     down, up = group.parts["lora_A"], group.parts["lora_B"]
     load = partial(_of_experts, down, up, scale, experts)
     product = StoredTensor((experts * up.shape[0], down.shape[1]), "float32", lambda: load().flatten(0, 1))
-    reason = "which of the layer's parameters it changes is not known" if len(targets) > 1 else ""
     change, layout = partial(_added_to_experts, product, experts), Layout(blocks=experts)
-    return group.adapter("lora", change, tensor=targets[0], reason=reason, product=product, layout=layout)
+    return group.adapter("lora", change, product=product, layout=layout)
 
 
 def _delta(group: Group, names: tuple[str, str], scale: float) -> Tensor:
