@@ -203,6 +203,10 @@ def _turned(filters: StoredDifference) -> dict[str, float]:
     """Norms and angles of the filters that are not zero in either, from sums in float64."""
     parts = []
     for old, delta in _doubles(filters.before, filters):
+        if filters.dtype == torch.float64:  # the square of 1e200 overflows; others are in range
+            size = torch.maximum(old.abs().amax(1, keepdim=True), delta.abs().amax(1, keepdim=True))
+            size = size.masked_fill((size == 0) | ~size.isfinite(), 1)
+            old, delta = old / size, delta / size
         pairs = ((old, old), (old, delta), (delta, delta))
         parts.append(torch.stack([torch.einsum("nd,nd->n", *pair) for pair in pairs]))
     norms, inner, moved = torch.cat(parts, 1)

@@ -290,13 +290,15 @@ class UpperBounds(Interpreter):
             return None
         if base in _AS_MODULES:
             options = {key: value for key, value in kwargs.items() if key not in ("_stacklevel", "dtype")}
-            return self._stated(node, _AS_MODULES[base](*args[1:], **options), _inputs(node)[0])
+            given = args[1:2] if base.endswith("softmax") else args[1:]  # others than dim concern the dtype
+            return self._stated(node, _AS_MODULES[base](*given, **options), _inputs(node)[0])
         if base in SLOPES:
             return SLOPES[base]
         if name in _SELECTING or (name == "getitem" and not isinstance(args[0], Tensor)):
             return 1.0
-        if name in ("linear", "matmul") and args[1].dim() == 2:
-            return operator_norm_bound(args[1])
+        if name in ("linear", "matmul"):
+            weight = args[1] if len(args) > 1 else kwargs.get("weight", kwargs.get("other"))
+            return operator_norm_bound(weight) if isinstance(weight, Tensor) and weight.dim() == 2 else None
         if name in _COPYING:
             run = lambda x: getattr(self, node.op)(node.target, (x, *args[1:]), kwargs)  # noqa: E731
             found = nonnegative_norm(run, args[0])
