@@ -342,7 +342,7 @@ def _intruders_by_chance(bases: Sequence[BaseDirections], before: Tensor, moved:
     _, n, d = before.shape
     places: list[int] = []
     for i, (base, old) in enumerate(zip(bases, before, strict=True)):
-        draw = torch.randn(n, d, generator=generator(0, "random change", name, i), device="cpu")
+        draw = torch.randn(n, d, generator=generator(0, "random change", name, i), device="cpu", dtype=torch.float32)
         changed = draw.to(old.device, computed_in(old.dtype)).mul_(moved / sqrt(before.numel())).add_(old)
         places += base.intruders(changed).numbers
     return places

@@ -231,7 +231,9 @@ class UpperBounds(Interpreter):
         if layout.padding_mode == "circular" and whole:
             return norm
         widths, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
-        return norm * nonnegative_norm(lambda x: F.pad(x, widths, mode=mode), torch.ones(1, 1, *sizes, device="cpu"))
+        return norm * nonnegative_norm(
+            lambda x: F.pad(x, widths, mode=mode), torch.ones(1, 1, *sizes, device="cpu", dtype=torch.float32)
+        )
 
     def _affine(self, node: fx.Node, norm: Any) -> float:
         """Batch norm with running statistics, merged into the layer before it if it alone reads that."""
@@ -284,7 +286,11 @@ class UpperBounds(Interpreter):
         base, first = name.removesuffix("_"), node.args and node.args[0] in self.upper
         if name in _PRODUCTS and not kwargs and (first or base in ("mul", "imul")):
             factor = args[1] if first else args[0]
-            other = (factor if isinstance(factor, Tensor) else torch.tensor(factor, device="cpu")).double().abs()
+            other = (
+                (factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float64, device="cpu"))
+                .double()
+                .abs()
+            )
             return float(other.max() if "mul" in base else 1 / other.min()) * (1 + ROUNDING)
         if not first:
             return None
