@@ -96,4 +96,4 @@ class RandomInput:
     @property
     def value(self) -> Tensor:
         """The numbers, with these sizes."""
-        return torch.randn(self.sizes, generator=generator(self.seed, "batch"), device="cpu")
+        return torch.randn(self.sizes, generator=generator(self.seed, "batch"), device="cpu", dtype=torch.float32)

@@ -159,6 +159,16 @@ def test_float64_is_compared_in_float64() -> None:
     assert difference(before, after)["w"].relative == pytest.approx(1e-12, rel=1e-3)
 
 
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+def test_figures_of_filters_do_not_depend_on_their_size(size: float) -> None:
+    """The squares of such numbers leave the range of float64."""
+    before = torch.tensor([[3.0, 4.0], [0.0, 2.0]], dtype=torch.float64)
+    after = torch.tensor([[6.0, 8.0], [2.0, 0.0]], dtype=torch.float64)
+    found = difference({"a": before * size}, {"a": after * size})["a"]
+    assert (found.norm_ratio, found.angle_max) == pytest.approx((1.0, 90.0))
+    assert (found.magnitude_change, found.direction_change) == pytest.approx((0.5, 0.5))
+
+
 def test_sources_without_a_common_name_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"no name in common: a\.weight before, b\.weight after"):
         difference({"a.weight": torch.eye(2)}, {"b.weight": torch.eye(2)})

@@ -147,6 +147,24 @@ def test_no_function_is_left_out() -> None:
     assert functions == {*OF_FILTERS, *OTHERS, *OF_NUMBERS, *OF_MODULES_AND_FUNCTIONS}
 
 
+@pytest.mark.parametrize("name", [*OF_FILTERS, "operator_norm_bound"])
+def test_a_tensor_that_is_not_dense_is_refused(name: str) -> None:
+    function = OF_FILTERS.get(name, G.operator_norm_bound)
+    with pytest.raises(InvalidArgumentError, match=r"dense tensors; found layout torch.sparse_coo"):
+        function(seeded(3, 4).to_sparse())
+
+
+@pytest.mark.parametrize("size", [1e300, 1e-170, 1e-300, 1e-318])
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 3, 3)])
+def test_the_operator_norm_is_bounded_beyond_the_range_of_squares(shape: tuple[int, ...], size: float) -> None:
+    weight = seeded(*shape, dtype=torch.float64)
+    within = (weight * size / 2.0**-1000 if size < 1 else weight * size / 2.0**900).double()
+    expected = G.operator_norm_bound(within) * (2.0**-1000 if size < 1 else 2.0**900)
+    found = G.operator_norm_bound(weight * size)
+    assert found == pytest.approx(expected, rel=1e-6, abs=0)
+    assert found >= float(torch.linalg.matrix_norm((weight * size).flatten(1) / size, 2)) * size * (1 - 1e-6)
+
+
 def test_the_check_of_document_004_as_it_is_printed() -> None:
     """Corollary 2: a matrix of n² numbers from N(0, 1/n) is nearly orthogonal."""
     np.random.seed(0)  # noqa: NPY002 - the document draws so

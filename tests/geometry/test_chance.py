@@ -165,3 +165,13 @@ def test_outliers_are_counted() -> None:
 def test_refusals(function, arguments: tuple[float, ...], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         function(*arguments)
+
+
+@pytest.mark.parametrize("dim", [2, 3, 4, 50])
+def test_the_density_has_a_derivative_where_directions_are_parallel(dim: int) -> None:
+    theta = torch.tensor([0.0, 0.7, pi], dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(random_angle_density(theta, dim).sum(), theta)
+    height = float(random_angle_density(torch.tensor(pi / 2, dtype=torch.float64), dim))
+    expected = [height * (dim - 2) * np.sin(t) ** (dim - 3) * np.cos(t) if t else height * (dim == 3) for t in (0, 0.7)]
+    assert slope[:2].tolist() == pytest.approx(expected)
+    assert slope.isfinite().all()

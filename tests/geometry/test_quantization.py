@@ -178,3 +178,9 @@ def test_a_single_number_and_a_vector_are_rounded_as_a_whole() -> None:
         lost = fake_quantize(weight, bits=4, per="tensor") - weight
         error = quantization_error(weight, bits=4, per="tensor")
         assert error == pytest.approx(float(lost.norm() / weight.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+def test_the_error_of_weights_whose_squares_leave_the_range_of_float64(size: float) -> None:
+    weight = heavy(4, 6)
+    assert quantization_error(weight * size) == pytest.approx(quantization_error(weight), rel=1e-9)

@@ -57,9 +57,9 @@ def test_neither_size_nor_cancellation_spoils_the_difference() -> None:
     far = [torch.full((3,), 1e25), torch.full((3,), 1e-25)]
     assert float(least_scale(far)) == pytest.approx(6)
     near = [torch.full((100_000,), 30.0), torch.full((100_000,), 30.0 + 2e-5)]
-    squares = [float(w.double().square().sum()) for w in near]
+    apart = 100_000**0.5 * float(near[1][0].double() - near[0][0].double())
     assert scale_imbalance([torch.full((10**5,), 300.0).half(), torch.ones(1).half()]).isfinite()
-    assert float(scale_imbalance(near)) == pytest.approx(sum(squares) - reference.least_scale(squares), rel=1e-3)
+    assert float(scale_imbalance(near)) == pytest.approx(apart**2, rel=1e-6)
     assert scale_imbalance(near).dtype == torch.float32
 
 
@@ -67,3 +67,23 @@ def test_no_weight_is_refused() -> None:
     for function in (least_scale, scale_imbalance):
         with pytest.raises(InvalidArgumentError, match=rf"{function.__name__}\(\) needs .* one weight; found none"):
             function([])
+
+
+@pytest.mark.parametrize("size", [1e200, 1e30, 1e-30, 1e-200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_norms_of_any_size_waste_nothing(size: float, dtype: torch.dtype) -> None:
+    """Squares of 1e200 are no float64, and the rounding of those of 1e30 is no float32."""
+    size = size if dtype == torch.float64 else size**0.15
+    unit = seeded(4, 3, dtype=torch.float64)
+    layer = (unit * size).to(dtype)
+    assert float(scale_imbalance([layer])) == 0
+    assert float(scale_imbalance([layer, layer.mT, layer.flatten()])) == 0
+    assert float(least_scale([layer, (unit / size).to(dtype)])) == pytest.approx(2 * float(unit.square().sum()))
+
+
+def test_the_waste_of_nearly_equal_norms_keeps_its_digits_and_its_curvature() -> None:
+    pair = [torch.ones(1, dtype=torch.float64), torch.full((1,), 1 + 1e-7, dtype=torch.float64)]
+    assert float(scale_imbalance(pair)) == pytest.approx((pair[1].item() - 1) ** 2, rel=1e-6)
+    balanced = torch.tensor([2.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x, y: scale_imbalance([x, y]), (balanced, other))

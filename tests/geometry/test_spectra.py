@@ -132,6 +132,17 @@ def test_spectral_norm_is_exact_when_the_steps_suffice(shape: tuple[int, ...]) -
     torch.testing.assert_close(spectral_norm(matrix), expected, **close(torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("small", [2, 3, 8, 48])
+def test_spectral_norm_of_nearly_orthogonal_matrices(small: int, dtype: torch.dtype) -> None:
+    """Singular values within 1e-3 of each other: the recurrence is down to rounding before it has them all."""
+    for seed in range(6):
+        u, v = (torch.linalg.qr(seeded(n, n, seed=seed, dtype=torch.float64)).Q for n in (small, small + seed))
+        matrix = (u * (1 + 1e-4 * seeded(small, dtype=torch.float64)) @ v[:small]).to(dtype)
+        expected = float(torch.linalg.matrix_norm(matrix.double(), 2))
+        assert float(spectral_norm(matrix)) == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("steps", "error"), [(24, 2e-3), (48, 1e-4)])
 def test_spectral_norm_is_below_and_near_on_a_hard_matrix(steps: int, error: float) -> None:
     matrix = torch.randn(700, 700, generator=torch.Generator().manual_seed(0))

@@ -602,3 +602,45 @@ def test_a_model_that_changes_in_place_what_its_backward_needs_is_refused_in_wor
 
     with pytest.raises(NotApplicableError, match=r"found by gradients, and it has none .*modified by an inplace"):
         gonio.certify(InPlace(), torch.randn(4, 6))
+
+
+class Of(nn.Module):
+    """A function of the input and a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("function", "bound"),
+    [
+        (lambda x, w: F.linear(x, weight=w), 4.0),
+        (lambda x, w: torch.matmul(x, other=w), 4.0),
+        (lambda x, w: torch.softmax(x, 1, torch.float64), 0.5),
+        (lambda x, w: F.log_softmax(x, 1, 3), sqrt(2)),
+    ],
+)
+def test_arguments_of_functions_are_read_by_place_and_by_name(function, bound):
+    certificate = gonio.certify(Of(function), generator_input())
+    assert certificate.upper == pytest.approx(bound, rel=1e-6)
+
+
+def generator_input():
+    return torch.randn(3, 2, generator=generator(0))
+
+
+@pytest.mark.parametrize("model", [nn.CELU(alpha=-1.0), Of(lambda x, w: F.celu(x, -1.0))])
+def test_a_celu_whose_slope_has_no_limit_is_refused_for_inputs_that_do_not_show_it(model):
+    with pytest.raises(NotApplicableError, match=r"no Lipschitz constant is known for CELU"):
+        gonio.certify(model, generator_input().abs() + 1)
+    assert gonio.certify(nn.CELU(alpha=0.5), generator_input()).upper == pytest.approx(1)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_network_with_outputs_that_are_not_finite_has_no_bounds(factor):
+    with pytest.raises(NotApplicableError, match=r"its outputs at the examples are not finite"):
+        gonio.certify(Of(lambda x, w: x * factor), generator_input())

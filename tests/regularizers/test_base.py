@@ -56,6 +56,45 @@ def test_value_is_finite_and_above_its_bound(regularizer: R.WeightRegularizer, l
     torch.testing.assert_close(regularizer.excess(weight, layout), (value - bound).clamp_min(0))
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
+@pytest.mark.parametrize("power", [0, 1, 2])
+@pytest.mark.parametrize("distance", ["chord", "angle"])
+@pytest.mark.parametrize("half_space", [False, True])
+def test_the_bound_of_an_energy_counts_the_filters_that_are_not_zero(
+    kept: int, power: Any, distance: Any, half_space: bool
+) -> None:
+    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    weight[kept:] = 0
+    energy = R.HypersphericalEnergy(1.0, power=power, distance=distance, half_space=half_space)
+    value, bound = float(energy.value(weight)), float(energy.lower_bound(weight))
+    assert bound <= value + 1e-12
+    if kept == 2 and not half_space:
+        assert bound == pytest.approx(value)
+
+
+def test_the_bound_of_a_coherence_counts_the_filters_that_are_not_zero() -> None:
+    coherence = R.MutualCoherence(1.0, filters="unit")
+    weight = torch.eye(5, dtype=torch.float64)[:, :2]
+    assert float(coherence.value(weight)) == float(coherence.lower_bound(weight)) == 0
+    weight[2:] = seeded(3, 2, dtype=torch.float64)
+    assert float(coherence.lower_bound(weight)) == pytest.approx(math.sqrt((5 - 2) / (2 * 4)))
+
+
+@OVER_WEIGHTS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_transforms_of_functions(regularizer: R.WeightRegularizer, dtype: torch.dtype) -> None:
+    """Many weights at once, and the derivative in one direction, by `torch.func`; float16 was refused."""
+    pair = seeded(2, 6, 4).to(dtype)
+    direction = seeded(6, 4, seed=1).to(dtype)
+    found = torch.func.vmap(regularizer.value)(pair)
+    torch.testing.assert_close(found, torch.stack([regularizer.value(each) for each in pair]))
+    weight = pair[0].float().requires_grad_()
+    (gradient,) = torch.autograd.grad(regularizer.value(weight), weight)
+    value, slope = torch.func.jvp(regularizer.value, (pair[0],), (direction,))
+    torch.testing.assert_close(value, found[0])
+    torch.testing.assert_close(slope.float(), (gradient * direction).sum(), rtol=1e-3, atol=1e-3)  # torch widens some
+
+
 @OVER_WEIGHTS
 def test_groups_are_separate_matrices(regularizer: R.WeightRegularizer) -> None:
     """A grouped layer costs what its groups cost one by one (WEISSI and L2 take the whole weight)."""

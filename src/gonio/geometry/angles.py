@@ -236,7 +236,9 @@ def sign_similarity(matrix: Array) -> Tensor:
 
 def hyperplanes(d: int, bits: int, like: Tensor, seed: int) -> Tensor:
     """Normals of `bits` random hyperplanes as columns, (d, bits); the same on every device."""
-    return torch.randn(d, bits, generator=generator(seed, "hyperplanes", d, bits), device="cpu").to(widen(like))
+    return torch.randn(
+        d, bits, generator=generator(seed, "hyperplanes", d, bits), device="cpu", dtype=torch.float32
+    ).to(widen(like))
 
 
 def sign_hash(vectors: Array, bits: int = 256, *, seed: int = 0) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import cos, inf, pi, prod, sqrt
+from math import cos, frexp, inf, pi, prod, sqrt
 
 import torch
 from torch import Tensor
@@ -55,19 +55,27 @@ def operator_norm_bound(weight: Array, *, layout: Layout = PLAIN) -> float:
     if prod(layout.stride) == 1:
         layout = replace(layout, dilation=())  # only visits the pixels in another order
     taps = taps_of(weight, layout).smaller_side()
-    if not weight.numel():
+    largest = float(weight.abs().amax()) if weight.numel() else 0.0
+    if not largest:
         return 0.0
+    scale = 2.0 ** (frexp(largest)[1] - 1)  # the squares of 1e-200 and 1e200 leave the range of float64
+    taps = replace(taps, matrices=taps.matrices / scale)
     by_gram, exact = _by_gram(taps)
     if exact:
-        return by_gram * (1 + ROUNDING)
+        return _times(by_gram, scale)
     cost = taps.matrices.shape[0] * taps.matrices.shape[2] ** 3 * prod(_DENSEST * r or 1 for r in taps.reach) // 2
     points = next((points for points, limit in _POINTS.items() if cost <= limit), _COARSEST)
     grid = [max(8, points * r) if r else 1 for r in taps.reach]
     between = 1 / prod(cos(pi * r / n) for r, n in zip(taps.reach, grid, strict=True))
     stride = layout.stride or (1,) * len(grid)
     size = [max(8, points * r) * s for r, s in zip(taps.reach, stride, strict=True)]
-    on_grid = float(conv_spectral_norm(weight, size, layout=layout)) * sqrt((1 + between) / 2)
-    return min(by_gram, on_grid) * (1 + ROUNDING)
+    on_grid = float(conv_spectral_norm(weight / scale, size, layout=layout)) * sqrt((1 + between) / 2)
+    return _times(min(by_gram, on_grid), scale)
+
+
+def _times(bound: float, scale: float) -> float:
+    """The bound of a weight that was divided by a power of 2, rounded up, also below the normal numbers."""
+    return bound * (1 + ROUNDING) * scale + 5e-324
 
 
 def _by_gram(taps: Taps) -> tuple[float, bool]:

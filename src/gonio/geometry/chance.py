@@ -44,7 +44,7 @@ def random_angle_density(theta: Array, dim: int) -> Tensor:
     theta = as_real(theta)
     inside = (theta >= 0) & (theta <= pi)
     sine = theta.sin().clamp(min=0)
-    return torch.exp(torch.special.xlogy(dim - 2, sine) + _log_density_at_right_angle(dim)) * inside
+    return sine.pow(dim - 2) * exp(_log_density_at_right_angle(dim)) * inside  # has a derivative where the sine is 0
 
 
 def _log_density_at_right_angle(dim: int) -> float:

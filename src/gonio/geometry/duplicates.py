@@ -369,11 +369,19 @@ def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
     """
     normals = hyperplanes(unit.shape[-1], search.pool, unit, seed)
     places = torch.rand(
-        search.bands, search.pool, generator=generator(seed, "bands", search.bands, search.pool), device="cpu"
+        search.bands,
+        search.pool,
+        generator=generator(seed, "bands", search.bands, search.pool),
+        device="cpu",
+        dtype=torch.float32,
     )
     places = places.topk(search.bits).indices
-    powers = 2.0 ** torch.arange(search.bits, device="cpu").expand_as(places)
-    reading = torch.zeros(search.bands, search.pool, device="cpu").scatter_(1, places, powers).mT.to(unit)
+    powers = 2.0 ** torch.arange(search.bits, dtype=torch.float32, device="cpu").expand_as(places)
+    reading = (
+        torch.zeros(search.bands, search.pool, device="cpu", dtype=torch.float32)
+        .scatter_(1, places, powers)
+        .mT.to(unit)
+    )
     signed = [unit] if search.mean is None else [unit - search.mean, -unit - search.mean]
     keys = torch.empty(len(signed) * len(unit), search.bands, dtype=torch.int32, device=unit.device)
     parts = (part for vectors in signed for part in vectors.split(ROW_CHUNK))
@@ -422,8 +430,10 @@ def near_pairs(matrix: Tensor, *, name: str) -> tuple[Tensor, Tensor] | None:
     if d <= UNPROJECTED:
         found = near_duplicates(zero_nonfinite(matrix.to(computed_in(matrix.dtype))), cosine=NEAR)
         return found.pairs, found.cosines
-    onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name), device="cpu").to(matrix.device)
-    sketch = torch.empty(n, SKETCH, device=matrix.device)
+    onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name), device="cpu", dtype=torch.float32).to(
+        matrix.device
+    )
+    sketch = torch.empty(n, SKETCH, device=matrix.device, dtype=torch.float32)
     for start, rows in row_blocks(matrix):
         torch.mm(rows.float(), onto, out=sketch[start : start + len(rows)])
     norms = torch.linalg.vector_norm(sketch, dim=1)

@@ -89,7 +89,7 @@ class Krylov:
 def spectral_norm(matrix: Array, *, steps: int = 48, seed: int = 0) -> Tensor:
     r"""Largest singular value of each matrix, from `steps` products with it and its transpose.
 
-    A lower bound, exact when `steps` reaches the number of distinct singular values. On a 4096×4096 Gaussian
+    A lower bound, exact up to rounding when `steps` reaches the smaller side. On a 4096×4096 Gaussian
     matrix, whose top is hard to separate, the relative error is 7e-4 after 24 steps and 4e-5 after 48; with
     a spectral gap it is rounding. Differentiable once: the gradient is :math:`u v^\top`. `seed` is that of the start.
 
@@ -123,6 +123,10 @@ def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
     least, most = matrix.amin((-2, -1), keepdim=True), matrix.amax((-2, -1), keepdim=True)
     scale = torch.maximum(-least, most)
     scale = scale.masked_fill(scale == 0, 1)  # products near 1 at every scale of the weights
+    if steps == matrix.shape[-2]:  # all directions: where values lie close, the recurrence would end before them
+        wide = (matrix / scale).to(widest(matrix))
+        v = normalize(wide.mT @ torch.linalg.eigh(wide @ wide.mT).eigenvectors[..., -1:], -2).to(matrix)
+        return normalize(matrix @ v / scale, -2), v
     draw = torch.randn(
         matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64, device="cpu"
     )

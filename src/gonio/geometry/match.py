@@ -93,7 +93,9 @@ def match(a: Array, b: Array, *, signs: Literal["same", "either"] = "same", seed
         first, second, cosines = _paired(rows[0], rows[1], signs)
         d = rows[0].shape[1]
         random = [
-            torch.randn(min(len(x), SIMULATED), d, generator=generator(seed, "match", name), device="cpu")
+            torch.randn(
+                min(len(x), SIMULATED), d, generator=generator(seed, "match", name), device="cpu", dtype=torch.float32
+            )
             for x, name in zip(rows, "ab", strict=True)
         ]
         chance = float(_paired(random[0], random[1], signs)[2].abs().mean())

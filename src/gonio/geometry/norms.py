@@ -147,6 +147,12 @@ def as_real(x: Array) -> Tensor:
     if not isinstance(x, Tensor):
         x = torch.as_tensor(x, device="cpu")
         x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    if x.layout is not torch.strided or x.is_nested:
+        raise InvalidArgumentError(
+            "geometry works on dense tensors",
+            "a nested tensor" if x.is_nested else f"layout {x.layout}",
+            "Convert it first, with .to_dense() or .to_padded_tensor(0.0).",
+        )
     if not x.is_floating_point():
         raise InvalidArgumentError(
             "geometry works on real floating-point tensors",

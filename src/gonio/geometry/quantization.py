@@ -78,12 +78,12 @@ def quantization_error(
     matrices = x.flatten(0, -3) if x.ndim > 2 else x.unsqueeze(0)
     ends = [_ends(rows, mapping) for m in matrices for _, rows in row_blocks(m)] if x.numel() else []
     least, largest = (min(float(a) for a, _ in ends), max(float(b) for _, b in ends)) if ends else (0.0, 0.0)
-    lost = total = 0.0
+    lost, total, size = 0.0, 0.0, max(-least, largest)  # the square of 1e200 overflows
     for matrix in matrices if largest > least else ():
         for _, rows in row_blocks(matrix):
             exact, whole = rows.double(), (rows.new_tensor(least), rows.new_tensor(largest))
-            lost += float((_rounded(rows, bits, per, whole, mapping).double() - exact).square().sum())
-            total += float(exact.square().sum())
+            lost += float(((_rounded(rows, bits, per, whole, mapping).double() - exact) / size).square().sum())
+            total += float((exact / size).square().sum())
     return sqrt(lost / total) if total > 0 else 0.0
 
 

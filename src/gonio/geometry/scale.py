@@ -33,8 +33,8 @@ def least_scale(weights: Iterable[Array]) -> Tensor:
     References: [1] Z. Liu et al., "Improve generalization and robustness of neural networks via weight scale shifting
         invariant regularizations", 2020, §3. https://arxiv.org/abs/2008.02965
     """
-    squares, dtype = _squares(weights, "least_scale")
-    return (len(squares) * _geometric_mean(squares)).to(dtype)
+    logs, dtype = _log_squares(weights, "least_scale")
+    return (len(logs) * logs.mean().exp()).to(dtype)
 
 
 def scale_imbalance(weights: Iterable[Array]) -> Tensor:
@@ -55,19 +55,26 @@ def scale_imbalance(weights: Iterable[Array]) -> Tensor:
 
     References: [1] As :func:`least_scale`, whose equation (4) misprints each norm of the minimum as the sum.
     """
-    squares, dtype = _squares(weights, "scale_imbalance")
-    return (squares.sum() - len(squares) * _geometric_mean(squares)).clamp(min=0).to(dtype)
+    logs, dtype = _log_squares(weights, "scale_imbalance")
+    zero = torch.isneginf(logs)
+    known = logs.masked_fill(zero, 0)
+    # Σ s − L·m with s = m·exp(δ) and Σ δ = 0: 0 for equal norms of any size, where the difference would be rounding.
+    root, apart = (known.mean() / 2).exp(), known - known.mean()  # m of float64 weights may overflow, its root does not
+    wasted = root * (torch.expm1(apart) - apart).sum().clamp(min=0) * root
+    return torch.where(zero.any(), logs.exp().sum(), wasted).to(dtype)
 
 
-def _squares(weights: Iterable[Array], function: str) -> tuple[Tensor, torch.dtype]:
-    """Squared norms in float64, in which they do not overflow or cancel, and the dtype of the result."""
+def _log_squares(weights: Iterable[Array], function: str) -> tuple[Tensor, torch.dtype]:
+    """The logarithms of squared norms in float64, −∞ for a layer that is zero, and the dtype of the result."""
     wide = [widen(w) for w in weights]
     if not wide:
         raise InvalidArgumentError(f"{function}() needs at least one weight", "none", "Pass the weights of a chain.")
     dtype = torch.float64 if any(w.dtype == torch.float64 for w in wide) else torch.float32
-    return torch.stack([w.to(widest(w)).square().sum() for w in wide]), dtype
+    return torch.stack([_log_square(w.to(widest(w))) for w in wide]), dtype
 
 
-def _geometric_mean(squares: Tensor) -> Tensor:
-    zero = (squares == 0).any()
-    return squares.masked_fill(squares == 0, 1).log().mean().exp() * ~zero
+def _log_square(weight: Tensor) -> Tensor:
+    largest = weight.detach().abs().amax() if weight.numel() else weight.new_zeros(())
+    scale = largest.masked_fill(largest == 0, 1)  # the square of 1e200 overflows
+    square = (weight / scale).square().sum()
+    return square.masked_fill(largest == 0, 1).log().masked_fill(largest == 0, -torch.inf) + 2 * scale.log()

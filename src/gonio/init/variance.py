@@ -104,7 +104,8 @@ def variance_scaling_(
         weight: any real floating-point tensor of at least 2 dimensions; a DTensor keeps its sharding.
         distribution: ``"normal"``, ``"uniform"``, ``"truncated_normal"`` (cut at 2σ, variance restored),
             ``"rademacher"`` (±σ), or a callable ``(shape, generator) -> Tensor`` of mean 0 and variance 1.
-        gain: a number, or an activation (name or callable) whose rms :func:`gain` is used.
+        gain: a number, or an activation (name or callable), whose :func:`gain` of the kind `trains` is used: 1 for
+            tanh, √2 for ReLU.
         layout: how the weight is stored and applied; see :func:`gonio.geometry.layout_of`.
         generator: determines the numbers on any device; by default a new one, seeded by the operating system.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import torch
@@ -196,6 +196,9 @@ def certify(model: nn.Module, example: Tensor | Sequence[Tensor], *, steps: int 
             why = "its traced graph has another output than the model, which may have hooks or random parts"
             raise NotApplicableError("certify", "", why, "Remove them, or certify a part of it.", action="bound")
         x, y, lower = _widest_pair(network, points, steps, seed)
+        if not isfinite(lower):
+            do = "gonio.measure(model, batch=x) finds the layer that makes them."
+            raise NotApplicableError("certify", "", "its outputs at the examples are not finite", do, action="bound")
         gains = _Distances(graph, set(bounds.upper)).between(x, y)
     upper = bounds.upper.get(graph.nodes[-1], 0.0)
     if lower > upper:

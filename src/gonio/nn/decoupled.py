@@ -392,7 +392,7 @@ class Decoupled(RunningStatistics):
         with torch.no_grad():
             batches, momentum = self.num_batches_tracked.add_(seen), self.operator.momentum
             if momentum is None:
-                share = (1 / batches.clamp_min(1)).to(running.dtype)
+                share = batches.clamp_min(1).to(running.dtype).reciprocal()
             else:
                 share = (batches <= 1).to(running.dtype).clamp_min(momentum)
             running.lerp_(mean.to(running.dtype), share if seen is True else share * seen)
@@ -468,7 +468,7 @@ class Decoupled(RunningStatistics):
         if key in state_dict and not self.blends:
             self.set_blend_(1.0)
         elif self.blends:
-            state_dict.setdefault(key, torch.ones(()))
+            state_dict.setdefault(key, torch.ones((), dtype=torch.float32))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

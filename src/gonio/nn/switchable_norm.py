@@ -161,12 +161,12 @@ class SwitchableNorm(RunningStatistics):
             return
         seen = count > 0
         batches = self.num_batches_tracked.add_(seen)
-        share = 1 / batches.clamp_min(1) if self.momentum is None else self.momentum
         for buffer, value in zip((self.running_mean, self.running_var), batch, strict=True):
             if buffer is not None:
                 value = value.to(buffer.dtype)
                 value = torch.where(seen, value, buffer) if isinstance(seen, Tensor) else value
-                buffer.lerp_(value, share.to(buffer.dtype) if isinstance(share, Tensor) else share)
+                share = batches.clamp_min(1).to(buffer.dtype).reciprocal() if self.momentum is None else self.momentum
+                buffer.lerp_(value, share)
 
     def _check(self, x: Tensor) -> None:
         if x.dim() not in self.ranks or x.shape[1] != self.num_features:

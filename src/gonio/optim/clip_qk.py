@@ -325,7 +325,7 @@ class _Clip:
 
 def _of_all(values: Tensor | None, block: Attention, device: torch.device) -> Tensor | None:
     """The largest of all processes; each of them takes part for every block."""
-    values = torch.full((block.heads,), -math.inf, device=device) if values is None else values
+    values = torch.full((block.heads,), -math.inf, device=device, dtype=torch.float32) if values is None else values
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values if bool((values > -math.inf).any()) else None
 

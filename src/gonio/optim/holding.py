@@ -260,7 +260,7 @@ class Hold:
                 return
             for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
                 if parameter.requires_grad and not states.get(parameter):
-                    states[parameter] = {KEPT_RADIUS: torch.zeros((), device="cpu")}
+                    states[parameter] = {KEPT_RADIUS: torch.zeros((), device="cpu", dtype=torch.float32)}
             states[weight.parameter] = {}
         states[weight.parameter][KEPT_RADIUS] = weight.radius
 

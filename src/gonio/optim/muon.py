@@ -177,7 +177,7 @@ class Muon(Optimizer):
         for p in parameters:
             if "exp_avg" not in self.state[p]:
                 zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                self.state[p].update(step=torch.tensor(0.0, device="cpu"), **zeros)
+                self.state[p].update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **zeros)
         averages, squares, steps = ([self.state[p][k] for p in parameters] for k in ("exp_avg", "exp_avg_sq", "step"))
         adamw(
             list(parameters), [p.grad for p in parameters if p.grad is not None], averages, squares, [], steps,

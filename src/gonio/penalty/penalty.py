@@ -141,7 +141,11 @@ class Penalty:
             total = strength * value if total is None else torch.add(total, value.to(total.device), alpha=strength)
             self._keep(term, strength, evaluation)
         self._calls += 1
-        return torch.zeros((), device=self._terms[0].weight.tensor().device) if total is None else total
+        return (
+            torch.zeros((), device=self._terms[0].weight.tensor().device, dtype=torch.float32)
+            if total is None
+            else total
+        )
 
     def _due(self) -> Iterator[tuple[Term, float]]:
         """Each term with its coefficient in this call."""

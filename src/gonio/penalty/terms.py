@@ -335,7 +335,7 @@ class OutputTerm(Term):
         layout = self.weight.layout
         filters = matrix_view(whole(self.weight.tensor()), layout)
         # drawn on the CPU: the same on each device
-        probes = torch.randn(count, filters.shape[-1], generator=self._generator, device="cpu")
+        probes = torch.randn(count, filters.shape[-1], generator=self._generator, device="cpu", dtype=torch.float32)
         outputs = filters @ probes.to(filters, non_blocking=True).T
         return self._evaluate(outputs.flatten(0, 1).T, groups=layout.groups)
 

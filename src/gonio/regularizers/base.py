@@ -305,6 +305,8 @@ class OutputRegularizer(Regularizer):
 class _Widened(torch.autograd.Function):
     """float16 to float32, with a gradient clamped to finite float16 numbers and sharded like the weight (FSDP2)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.float() if x.dtype is torch.float16 else x.view_as(x)
@@ -318,6 +320,10 @@ class _Widened(torch.autograd.Function):
         gradient = grads[0] if ctx.placements is None else grads[0].redistribute(placements=ctx.placements)
         most = torch.finfo(torch.float16).max
         return gradient.clamp(-most, most).half() if ctx.dtype is torch.float16 else gradient
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].float() if ctx.dtype is torch.float16 else tangents[0].view_as(tangents[0])
 
 
 def _widened(weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gonio.geometry.angles import angles
-from gonio.geometry.norms import normalize
+from gonio.geometry.norms import normalize, safe_norm, whole
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like, require
 
@@ -85,12 +85,14 @@ class HypersphericalEnergy(WeightRegularizer):
         return distance.pow(-self.power if self.distance == "angle" else -self.power / 2)
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
-        count, rows, _ = matrix_view(weight, layout).shape
-        rows *= 2 if self.half_space else 1
+        norms = whole(safe_norm(matrix_view(weight, layout), -1))
+        return weight.new_tensor(sum(self._least(int((of_one > 0).sum())) for of_one in norms))
+
+    def _least(self, filters: int) -> float:
+        """A lower bound of the mean energy of so many filters that are not zero."""
+        rows = 2 * filters if self.half_space else filters
         if rows < 2:
-            return weight.new_zeros(())
-        if self.distance == "angle":
-            return count * self._energy(weight.new_tensor(1 + self.eps))
+            return 0.0
         # f is convex in the squared chord, whose mean over pairs is at most n² / (n choose 2).
-        bound: Tensor = count * self._energy(weight.new_tensor(rows**2 / comb(rows, 2) + self.eps))
-        return bound
+        farthest = 1.0 if self.distance == "angle" else rows**2 / comb(rows, 2)
+        return float(self._energy(torch.tensor(farthest + self.eps, dtype=torch.float64, device="cpu")))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gonio.execution import replicated
 from gonio.geometry.chance import welch_bound
-from gonio.geometry.norms import normalize, safe_norm
+from gonio.geometry.norms import normalize, safe_norm, whole
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like
 from gonio.regularizers.kernels import defect_and_gradient, worst_entry_and_gradient
@@ -178,10 +178,11 @@ class MutualCoherence(WeightRegularizer):
         return Evaluation(value), gradient if a is matrix else gradient.mT
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
-        count, rows, cols = matrix_view(weight, layout).shape
-        if self.filters == "raw" or rows < 2:
+        if self.filters == "raw":
             return weight.new_zeros(())
-        return weight.new_tensor(count * welch_bound(rows, cols))
+        matrix = matrix_view(weight, layout)
+        alive = (whole(safe_norm(matrix, -1)) > 0).sum(-1).tolist()  # a zero filter is orthogonal to all
+        return weight.new_tensor(sum(welch_bound(n, matrix.shape[-1]) for n in alive if n > 1))
 
 
 def _defect(a: Tensor, *, diagonal: bool) -> Tensor:

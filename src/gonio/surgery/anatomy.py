@@ -468,7 +468,12 @@ def _halves(found: list[tuple[Call, Tensor]], units: int, positions: int) -> lis
 
 def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> bool:
     """Whether each entry of what a layer reads depends on one entry of each part alone, at the same position."""
-    shown = torch.rand(reader.x.shape, generator=generator(1, "anatomy"), device="cpu").to(reader.x.device) < 0.5
+    shown = (
+        torch.rand(reader.x.shape, generator=generator(1, "anatomy"), device="cpu", dtype=torch.float32).to(
+            reader.x.device
+        )
+        < 0.5
+    )
     gradients = derivatives(
         (reader.x * noise_like(reader.x, "anatomy") * shown).sum(), [c.out for c in calls], retain_graph=True
     )

@@ -47,8 +47,8 @@ class Operation:
     alike: bool = True
     keeps_constants: bool = True
     norm: nn.Module | None = None
-    scale: Tensor = field(default_factory=lambda: torch.ones((), device="cpu"))
-    shift: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))
+    scale: Tensor = field(default_factory=lambda: torch.ones((), device="cpu", dtype=torch.float32))
+    shift: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu", dtype=torch.float32))
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,12 +114,14 @@ def generated_example(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Any
 def examples_for(model: nn.Module, *, batch: int = 2, seed: int = 0) -> Iterator[Any]:
     """Inputs that the model may take, in the order in which they are tried."""
     random = generator(seed, "example")
-    reference = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros((), device="cpu"))
+    reference = next(
+        (p for p in model.parameters() if p.is_floating_point()), torch.zeros((), device="cpu", dtype=torch.float32)
+    )
     for shape, indices in _candidates(model, batch):
         if indices:
             yield torch.randint(indices, shape, generator=random, device="cpu").to(reference.device)
         else:
-            yield torch.randn(shape, generator=random, device="cpu").to(reference)
+            yield torch.randn(shape, generator=random, device="cpu", dtype=torch.float32).to(reference)
     declared: Any = model.dummy_inputs if hasattr(type(model), "dummy_inputs") else None
     if isinstance(declared, Mapping):
         yield {name: value.to(reference.device) for name, value in declared.items() if isinstance(value, Tensor)}
@@ -178,7 +180,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
             call(plain, example)
         except Exception as error:
             raised = error
-            path, module, given = last[0] if last else ("", plain, torch.empty(0, device="cpu"))
+            path, module, given = last[0] if last else ("", plain, torch.empty(0, device="cpu", dtype=torch.float32))
         else:
             return "", ""
     leaves = tree_flatten(example)[0]

@@ -397,7 +397,8 @@ _STATED: dict[type[nn.Module], Facts] = {
         getattr(nn, name): Facts(activation=name.lower(), lipschitz=SLOPES[name.lower()])
         for name in ("Tanh", "Sigmoid", "GELU", "SiLU", "Mish", "SELU", "Hardswish")
     },
-    **dict.fromkeys((nn.Hardtanh, nn.CELU, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink), _SHRINKS),
+    nn.CELU: Facts(lipschitz=lambda act, x: 1.0 if act.alpha > 0 else inf),  # below 0 its slope has no limit
+    **dict.fromkeys((nn.Hardtanh, nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink), _SHRINKS),
     nn.Hardsigmoid: Facts(lipschitz=SLOPES["hardsigmoid"]),
     nn.Softmax: Facts(lipschitz=0.5),
     nn.LogSoftmax: Facts(lipschitz=lambda act, x: sqrt(x.shape[1 if act.dim is None else act.dim])),

@@ -218,7 +218,7 @@ def facts_of_norm(module: nn.Module, x: Tensor, gain: str) -> tuple[float, str] 
 
     with torch.no_grad():
         zero, one = with_values(), with_values(**{gain: 1.0})
-        shifted = with_values(**{shift: 1.0}) - zero if shift else torch.ones((), device="cpu")
+        shifted = with_values(**{shift: 1.0}) - zero if shift else torch.ones((), device="cpu", dtype=torch.float32)
     slope = one - zero
     added = float(((zero * slope).sum() / slope.square().sum()).round())
     same = bool((zero - added * slope).abs().max() <= _ALIKE * slope.abs().max())

@@ -143,7 +143,9 @@ class _Moments:
     """Of the outputs u of each filter without its bias, and of the sums S of the inputs that it reads, in float64."""
 
     count: int = 0
-    sums: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))  # of u, S, u², uS, S²
+    sums: Tensor = field(
+        default_factory=lambda: torch.zeros((), device="cpu", dtype=torch.float32)
+    )  # of u, S, u², uS, S²
 
     def add(self, u: Tensor, s: Tensor) -> None:
         u, s = (each.double().transpose(0, 1).flatten(1) for each in (u, s))

@@ -238,7 +238,7 @@ def _fill_(model: nn.Module) -> None:
     random = generator(0, "planned")
     made: dict[int, Tensor] = {}
     for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=random, device="cpu")
+        noise = torch.randn(parameter.shape, generator=random, device="cpu", dtype=torch.float32)
         if parameter.is_meta:
             wide = max(parameter[0].numel(), 1) ** -0.5 if parameter.ndim > 1 else 0.1
             value = wide * noise + (0.5 if parameter.ndim < 2 else 0.0)

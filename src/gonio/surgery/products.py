@@ -182,7 +182,7 @@ def _spelled(equation: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, tuple
 
     Empty ones where it is no product of two matrices.
     """
-    nothing = torch.empty(0, device="cpu"), torch.empty(0, device="cpu"), ()
+    nothing = torch.empty(0, device="cpu", dtype=torch.float32), torch.empty(0, device="cpu", dtype=torch.float32), ()
     if not isinstance(equation, str) or "->" not in equation:
         return nothing
     inputs, out = equation.replace(" ", "").replace("...", ".").split("->")

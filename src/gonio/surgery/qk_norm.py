@@ -242,7 +242,7 @@ def _with_random_weights(layer: Any, heads: _Heads) -> QKNormLinear:
     for name, scale in (("weight", layer.in_features**-0.5), ("bias", 1.0)):
         shape = layer.weight.shape if name == "weight" else layer.weight.shape[:1]
         new._parameters[name] = nn.Parameter(
-            (scale * torch.randn(shape, generator=random, device="cpu")).to(layer.weight)
+            (scale * torch.randn(shape, generator=random, device="cpu", dtype=torch.float32)).to(layer.weight)
         )
     return new
 

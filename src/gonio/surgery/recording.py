@@ -462,7 +462,7 @@ def _pop(stack: list[str], *_: Any) -> None:
 
 def noise_like(x: Tensor, name: str, number: int = 0) -> Tensor:
     """Normal numbers, drawn for this name and number, in the shape, dtype and device of `x`."""
-    return torch.randn(x.shape, generator=generator(number, name), device="cpu").to(x)
+    return torch.randn(x.shape, generator=generator(number, name), device="cpu", dtype=torch.float32).to(x)
 
 
 def same(a: Tensor, b: Tensor, share: float | None = None) -> bool:

@@ -424,7 +424,11 @@ def _store_(edit: Edit, values: _Values, made: list[_Recycled], same: SameFuncti
                 tensor = state.get(name)
                 if tensor is not None:
                     _set_entries_(
-                        edit, norm, name, recycled.filters, torch.full((len(recycled.filters),), start, device="cpu")
+                        edit,
+                        norm,
+                        name,
+                        recycled.filters,
+                        torch.full((len(recycled.filters),), start, device="cpu", dtype=torch.float32),
                     )
     if any(recycled.norms for recycled in made):
         _measure_(edit, made, same)

@@ -294,7 +294,9 @@ class TwinTrial(ABC, Generic[Change]):
         for name, p in parameters.items():
             value = p.detach()
             if value.numel() and why_not_dense(p) is None and bool((value == value.flatten()[0]).all()):
-                self.start[name] = value + 0.1 * torch.randn(value.shape, generator=random, device="cpu").to(value)
+                self.start[name] = value + 0.1 * torch.randn(
+                    value.shape, generator=random, device="cpu", dtype=torch.float32
+                ).to(value)
 
     @abstractmethod
     def holds(self, changes: Sequence[Change]) -> bool:

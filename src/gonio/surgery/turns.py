@@ -88,7 +88,7 @@ def random_turn(size: int, random: torch.Generator, *, keeps_mean: bool = False)
     free = (
         orthogonal_(torch.empty(inner, inner, dtype=torch.float64, device="cpu"), generator=random)
         if inner
-        else torch.empty(0, 0, device="cpu")
+        else torch.empty(0, 0, device="cpu", dtype=torch.float32)
     )
     return keeping_mean(free) if keeps_mean else free
 
@@ -354,7 +354,7 @@ class _Spaces:
             for leaf in sources:
                 self._space(leaf).why_not = say("{name} reads complex numbers", name=name)
             return
-        shown = torch.rand(size, generator=generator(3, "turns"), device="cpu").to(x.device) < 0.5
+        shown = torch.rand(size, generator=generator(3, "turns"), device="cpu", dtype=torch.float32).to(x.device) < 0.5
         masked = noise * shown.view([size if d == channel % x.ndim else 1 for d in range(x.ndim)]).to(noise)
         some = self._sources(x, masked)
         added = [leaf for leaf in sources if leaf.size == size and not _reaches(some.get(leaf), leaf.channel, ~shown)]

@@ -203,6 +203,10 @@ def _turned(filters: StoredDifference) -> dict[str, float]:
     """Norms and angles of the filters that are not zero in either, from sums in float64."""
     parts = []
     for old, delta in _doubles(filters.before, filters):
+        if filters.dtype == torch.float64:  # the square of 1e200 overflows; others are in range
+            size = torch.maximum(old.abs().amax(1, keepdim=True), delta.abs().amax(1, keepdim=True))
+            size = size.masked_fill((size == 0) | ~size.isfinite(), 1)
+            old, delta = old / size, delta / size
         pairs = ((old, old), (old, delta), (delta, delta))
         parts.append(torch.stack([torch.einsum("nd,nd->n", *pair) for pair in pairs]))
     norms, inner, moved = torch.cat(parts, 1)
@@ -338,7 +342,7 @@ def _intruders_by_chance(bases: Sequence[BaseDirections], before: Tensor, moved:
     _, n, d = before.shape
     places: list[int] = []
     for i, (base, old) in enumerate(zip(bases, before, strict=True)):
-        draw = torch.randn(n, d, generator=generator(0, "random change", name, i), device="cpu")
+        draw = torch.randn(n, d, generator=generator(0, "random change", name, i), device="cpu", dtype=torch.float32)
         changed = draw.to(old.device, computed_in(old.dtype)).mul_(moved / sqrt(before.numel())).add_(old)
         places += base.intruders(changed).numbers
     return places

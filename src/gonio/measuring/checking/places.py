@@ -179,7 +179,9 @@ def with_codes(found: Inventory) -> Inventory:
 def _stored(place: Place) -> Tensor:
     """The values of a place as a reader of formats loads them."""
     values = _values(place)
-    return torch.zeros(place.shape, device="cpu") if values is None else values.reshape(place.shape)
+    return (
+        torch.zeros(place.shape, device="cpu", dtype=torch.float32) if values is None else values.reshape(place.shape)
+    )
 
 
 def _values(place: Place) -> Tensor | None:

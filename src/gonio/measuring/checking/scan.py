@@ -227,9 +227,11 @@ class _Statistics:
         self._dtype, self._columns, self._floating = dtype, columns, dtype.is_floating_point
         self._numbers = dtype if dtype in _BITS else torch.float32
         self._copies = torch.empty(
-            size if self._floating and dtype not in _BITS else 0, device="cpu"
+            size if self._floating and dtype not in _BITS else 0, device="cpu", dtype=torch.float32
         )  # of 8 bits, in float32
-        self._wide = torch.empty(min(size, CHUNK) if dtype.itemsize == 2 else 0, device="cpu")  # a chunk in float32
+        self._wide = torch.empty(
+            min(size, CHUNK) if dtype.itemsize == 2 else 0, device="cpu", dtype=torch.float32
+        )  # a chunk in float32
         self._zero, self._constant = numpy.ones(rows, bool), numpy.ones(rows, bool)
         self._hash = numpy.zeros(rows, numpy.uint64)
         self._first: Any = None  # of each row the bits of its first entry

@@ -231,7 +231,9 @@ class UpperBounds(Interpreter):
         if layout.padding_mode == "circular" and whole:
             return norm
         widths, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
-        return norm * nonnegative_norm(lambda x: F.pad(x, widths, mode=mode), torch.ones(1, 1, *sizes, device="cpu"))
+        return norm * nonnegative_norm(
+            lambda x: F.pad(x, widths, mode=mode), torch.ones(1, 1, *sizes, device="cpu", dtype=torch.float32)
+        )
 
     def _affine(self, node: fx.Node, norm: Any) -> float:
         """Batch norm with running statistics, merged into the layer before it if it alone reads that."""
@@ -284,19 +286,25 @@ class UpperBounds(Interpreter):
         base, first = name.removesuffix("_"), node.args and node.args[0] in self.upper
         if name in _PRODUCTS and not kwargs and (first or base in ("mul", "imul")):
             factor = args[1] if first else args[0]
-            other = (factor if isinstance(factor, Tensor) else torch.tensor(factor, device="cpu")).double().abs()
+            other = (
+                (factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float64, device="cpu"))
+                .double()
+                .abs()
+            )
             return float(other.max() if "mul" in base else 1 / other.min()) * (1 + ROUNDING)
         if not first:
             return None
         if base in _AS_MODULES:
             options = {key: value for key, value in kwargs.items() if key not in ("_stacklevel", "dtype")}
-            return self._stated(node, _AS_MODULES[base](*args[1:], **options), _inputs(node)[0])
+            given = args[1:2] if base.endswith("softmax") else args[1:]  # others than dim concern the dtype
+            return self._stated(node, _AS_MODULES[base](*given, **options), _inputs(node)[0])
         if base in SLOPES:
             return SLOPES[base]
         if name in _SELECTING or (name == "getitem" and not isinstance(args[0], Tensor)):
             return 1.0
-        if name in ("linear", "matmul") and args[1].dim() == 2:
-            return operator_norm_bound(args[1])
+        if name in ("linear", "matmul"):
+            weight = args[1] if len(args) > 1 else kwargs.get("weight", kwargs.get("other"))
+            return operator_norm_bound(weight) if isinstance(weight, Tensor) and weight.dim() == 2 else None
         if name in _COPYING:
             run = lambda x: getattr(self, node.op)(node.target, (x, *args[1:]), kwargs)  # noqa: E731
             found = nonnegative_norm(run, args[0])

@@ -143,7 +143,8 @@ def _zero_by_zeroed_weights(
         return []
     zeroed = [p for p in twin.parameters() if p.is_floating_point() and not p.any()]
     draws = [
-        torch.randn(p.shape, generator=generator(0, "zeroed weights", i), device="cpu") for i, p in enumerate(zeroed)
+        torch.randn(p.shape, generator=generator(0, "zeroed weights", i), device="cpu", dtype=torch.float32)
+        for i, p in enumerate(zeroed)
     ]
     changed = {id(p): nn.Parameter(1e-3 * d.to(p)) for p, d in zip(zeroed, draws, strict=True)}
     originals = {id(changed[id(p)]): p for p in zeroed}
@@ -361,7 +362,8 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
             if not roots:
                 return {}, "its output has no gradient"
             draws = [
-                torch.randn(t.shape, generator=generator(0, "cotangent", i), device="cpu") for i, t in enumerate(roots)
+                torch.randn(t.shape, generator=generator(0, "cotangent", i), device="cpu", dtype=torch.float32)
+                for i, t in enumerate(roots)
             ]
             inputs = [*hooks.sources, *(p for p in model.parameters() if p.requires_grad)]
             along = [d.to(t) for d, t in zip(draws, roots, strict=True)]

@@ -114,7 +114,7 @@ class TensorEntry:
         shape = self.shape or ()
         return replace(
             self,
-            load=lambda: torch.full(shape, torch.nan, device="cpu"),
+            load=lambda: torch.full(shape, torch.nan, device="cpu", dtype=torch.float32),
             reason=reason,
             role="unknown",
             notes=(),

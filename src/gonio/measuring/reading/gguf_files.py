@@ -233,7 +233,7 @@ def _dequantized(
 ) -> Tensor:
     """The values of a quantised tensor in float32, some blocks at a time."""
     kind, entries, width = block
-    whole = torch.empty(shape, device="cpu")
+    whole = torch.empty(shape, device="cpu", dtype=torch.float32)
     flat, step = whole.reshape(-1).numpy(), _CHUNK // entries
     for first in range(0, len(flat) // entries, step):
         count = min(step, len(flat) // entries - first)

@@ -59,13 +59,13 @@ def _blocks(packed: Tensor, terms: int, radius: float | None) -> Tensor:
         norms = torch.linalg.matrix_norm(skew, keepdim=True)
         limit = radius / sqrt(len(packed))
         skew = skew * (limit / norms.clamp_min(limit))
-    one = torch.eye(size, device="cpu").expand_as(skew)
+    one = torch.eye(size, device="cpu", dtype=torch.float32).expand_as(skew)
     return _series(skew, terms) if terms else torch.linalg.solve(one + skew, one - skew, left=False)
 
 
 def _series(skew: Tensor, terms: int) -> Tensor:
     """I + 2Q + 2Q² + … + Qᵗ with t = `terms` − 1, as peft sums it: 3 terms are 4."""
-    total = torch.eye(skew.shape[-1], device="cpu").expand_as(skew).clone()
+    total = torch.eye(skew.shape[-1], device="cpu", dtype=torch.float32).expand_as(skew).clone()
     if terms < 3:
         return total + 2 * skew if terms == 2 else total
     power = skew
