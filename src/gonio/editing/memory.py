@@ -44,6 +44,21 @@ def has_address(tensor: Tensor) -> bool:
     return not (is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0)
 
 
+def registered(module: nn.Module) -> dict[str, int]:
+    """The `id` of each tensor that is registered in a module itself, by name.
+
+    While a module runs others may stand there, as under `torch.func.functional_call`.
+
+    Example:
+        >>> from gonio.editing.memory import registered
+        >>> layer = nn.Linear(2, 2)
+        >>> registered(layer) == {"weight": id(layer.weight), "bias": id(layer.bias)}
+        True
+    """
+    held = (*module._parameters.items(), *module._buffers.items())
+    return {name: id(tensor) for name, tensor in held if tensor is not None}
+
+
 def storage_of(tensor: Tensor) -> int | None:
     """What identifies the memory that a tensor and its views are in; None for one without, as of some subclasses.
 
