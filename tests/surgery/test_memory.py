@@ -15,7 +15,7 @@ from gonio import init, optim
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.editing.memory import overlapping
-from gonio.errors import NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.penalty import Penalty
 from gonio.regularizers import L2
 
@@ -207,6 +207,14 @@ def test_what_finds_turns_refuses_a_model_of_inference_mode() -> None:
         model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with pytest.raises(NotApplicableError, match=r"rotate_: cannot be applied to '.*in_proj_weight'; it was made"):
         gonio.rotate_(model)
+
+
+@pytest.mark.parametrize("verb", [gonio.surgery.anatomy, gonio.surgery.qk_norm, gonio.balance_])
+def test_what_reads_gradients_refuses_a_model_of_inference_mode(verb: Callable[..., object]) -> None:
+    with torch.inference_mode():
+        model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with pytest.raises(InvalidArgumentError, match=r"found self_attn.in_proj_weight, which was made in inference mode"):
+        verb(model, example=torch.ones(2, 3, 8))
 
 
 @pytest.mark.parametrize("verb", ["lsuv_", "match_statistics_", "balance_", "recycle_"])

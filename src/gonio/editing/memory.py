@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gonio.errors import InvalidArgumentError
 from gonio.messages import say
 
 
@@ -155,3 +156,23 @@ def why_not_written(tensor: Tensor) -> str | None:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return say("it was made in inference mode, and torch lets nothing change it outside of that mode")
     return None
+
+
+def refuse_inference(asked: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise for a tensor that was made in inference mode, by its name: torch computes no gradient with it.
+
+    Example:
+        >>> from gonio.editing.memory import refuse_inference
+        >>> with torch.inference_mode():
+        ...     made = torch.ones(2)
+        >>> refuse_inference("it", [("weight", made)])
+        Traceback (most recent call last):
+        gonio.errors.InvalidArgumentError: it needs weights with which torch computes gradients; found weight, which ...
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors:
+        if tensor.is_inference():
+            found = f"{name}, which was made in inference mode"
+            do = "Make the model outside of torch.inference_mode()."
+            raise InvalidArgumentError(f"{asked} needs weights with which torch computes gradients", found, do)
