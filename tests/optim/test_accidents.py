@@ -213,9 +213,7 @@ def test_a_weight_that_the_optimizer_does_not_get_is_named_in_the_next_step(how:
     REPLACED[how](model)
     optimizer.zero_grad(set_to_none=set_to_none)
     model(seeded(5, 6)).square().sum().backward()
-    with pytest.warns(
-        gonio.errors.GonioWarning, match=r"hold 0\.weight.* any more: .* steps the old ones"
-    ):
+    with pytest.warns(gonio.errors.GonioWarning, match=r"hold 0\.weight.* any more: .* steps the old ones"):
         optimizer.step()
     with warnings.catch_warnings(action="error"):
         step(model, optimizer)
