@@ -217,6 +217,15 @@ def test_what_reads_gradients_refuses_a_model_of_inference_mode(verb: Callable[.
         verb(model, example=torch.ones(2, 3, 8))
 
 
+def test_lazy_parameters_are_not_taken_for_those_of_inference_mode() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    assert gonio.surgery.anatomy(model, example=torch.ones(2, 5)).attention == ()
+    with torch.inference_mode():
+        edited = gonio.init_(model, gonio.init.orthogonal_, gain=1.0)
+    assert [change.path for change in edited.changes] == ["1"]
+    edited.undo_()
+
+
 @pytest.mark.parametrize("verb", ["lsuv_", "match_statistics_", "balance_", "recycle_"])
 def test_a_verb_that_needs_all_values_names_a_weight_without(verb: str) -> None:
     model = network()

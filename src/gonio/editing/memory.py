@@ -158,6 +158,17 @@ def why_not_written(tensor: Tensor) -> str | None:
     return None
 
 
+def is_inference(tensor: Tensor) -> bool:
+    """Whether a tensor was made in inference mode; torch does not answer for a lazy one, which has no values yet.
+
+    Example:
+        >>> from gonio.editing.memory import is_inference
+        >>> is_inference(nn.LazyLinear(2).weight), is_inference(nn.Linear(1, 2).weight)
+        (False, False)
+    """
+    return not is_lazy(tensor) and tensor.is_inference()
+
+
 def refuse_inference(asked: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise for a tensor that was made in inference mode, by its name: torch computes no gradient with it.
 
@@ -172,7 +183,7 @@ def refuse_inference(asked: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     if torch.compiler.is_compiling():
         return
     for name, tensor in tensors:
-        if tensor.is_inference():
+        if is_inference(tensor):
             found = f"{name}, which was made in inference mode"
             do = "Make the model outside of torch.inference_mode()."
             raise InvalidArgumentError(f"{asked} needs weights with which torch computes gradients", found, do)
