@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,3 +118,18 @@ def test_the_scale_of_one_stack_of_experts_is_no_zero_point_of_another() -> None
     found = measure({"m.gate.weight": torch.randn(4, 128), **file})
     for path, codes, scale in ((f"{at}.up", a, s), (f"{at}.down", b, t)):
         assert found[path].frobenius == pytest.approx(float((codes.double() * scale.double()).norm()), rel=1e-6)
+
+
+def test_an_observer_that_has_seen_no_values_has_lost_none() -> None:
+    quantization = torch.ao.quantization
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    with warnings.catch_warnings(action="ignore"):  # torch.ao is deprecated
+        prepared = quantization.prepare_qat(model.train())
+    found = measure(prepared)
+    assert [finding for finding in found.findings if finding.code == "G001"] == []
+    reasons = {row.reason for row in found.values() if row.name.endswith(("min_val", "max_val"))}
+    assert "the range of an observer that has seen no values yet" in reasons
+    prepared(torch.randn(5, 8))
+    prepared[0].activation_post_process.activation_post_process.max_val.fill_(float("nan"))
+    assert "G001" in [finding.code for finding in measure(prepared).findings]

@@ -193,6 +193,46 @@ def test_a_weight_that_is_replaced_by_hand_is_let_go_with_a_warning() -> None:
     held.undo_()
 
 
+REPLACED: dict[str, Callable[[nn.Module], object]] = {
+    "weight": lambda model: setattr(model[0], "weight", nn.Parameter(2 * model[0].weight.detach())),
+    "layer": lambda model: model.__setitem__(0, nn.Linear(6, 8)),
+    "assigned": lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True),
+    "torch's old weight norm": lambda model: nn.utils.weight_norm(model[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_weight_that_the_optimizer_does_not_get_is_named_in_the_next_step(how: str, set_to_none: bool) -> None:
+    """The layer has another Parameter, and the optimizer still the old one, which no gradient reaches."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = gonio.hold_(model, optimizer)
+    step(model, optimizer)
+    REPLACED[how](model)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    model(seeded(5, 6)).square().sum().backward()
+    with pytest.warns(gonio.errors.GonioWarning, match=r"hold 0\.weight.* any more: .* steps the old ones"):
+        optimizer.step()
+    with warnings.catch_warnings(action="error"):
+        step(model, optimizer)
+    held.undo_()
+
+
+def test_a_weight_that_gradients_reach_without_its_layer_is_held() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gonio.hold_(model, optimizer)
+    weight = model[0].weight
+    norm = weight.detach().norm()
+    model[0].weight = nn.Parameter(weight.detach().clone())
+    model.register_forward_hook(lambda m, x, y: y * weight.mean())
+    with warnings.catch_warnings(action="error"):
+        step(model, optimizer)
+    torch.testing.assert_close(weight.detach().norm(), norm)
+
+
 @pytest.mark.parametrize("leaves", ["optimizer", "layer"])
 def test_a_weight_that_leaves_one_of_both_is_no_replaced_one(leaves: str) -> None:
     """It is not trained any more, or another name refers to it, as torch's own parametrizations do."""

@@ -357,3 +357,21 @@ def test_a_layer_that_moved_or_hands_on_its_weight_keeps_its_term() -> None:
     copied, copied_penalty = copy.deepcopy((model, penalty))
     nn.init.zeros_(copied[5][0].weight)
     assert float(copied_penalty().detach()) == 0
+
+
+@pytest.mark.parametrize("regularizer", [R.L2(1.0), R.HypersphericalEnergy(1.0), R.SelfOrthogonality(1.0)])
+def test_weights_of_inference_mode_are_refused_where_gradients_are_wanted(regularizer: R.base.Regularizer) -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    penalty = Penalty(model, [("1", regularizer)])
+    match = r"Penalty\(\) needs weights with which torch computes gradients; found 1.weight, which was made in"
+    with pytest.raises(InvalidArgumentError, match=match):
+        penalty()
+    if isinstance(regularizer, R.base.WeightRegularizer):
+        with pytest.raises(InvalidArgumentError, match=match):
+            penalty.add_grads_()
+        with pytest.raises(InvalidArgumentError, match=r"needs weights .*found a weight, which was made in inference"):
+            regularizer(model[1].weight)
+        with torch.no_grad():
+            assert float(penalty()) == float(regularizer(model[1].weight))
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -290,3 +290,63 @@ def test_a_projection_before_the_head_is_a_matrix(kind: str) -> None:
     hidden = "pooler.dense.weight" if "Deberta" in kind else "projector.weight"
     assert hidden in found.matrices
     assert found.others["classifier.weight"] == "the output layer"
+
+
+MATRICES = {"router": "4×16", "up": "32×16", "down": "16×32", "mix": "12×16", "first": "16×2", "second": "16×2"}
+OTHERS = ("positions", "queries", "normed", "codes", "table", "part", "tokens")
+
+
+class Bare(nn.Module):
+    """Parameters that functions take in several ways; those of `MATRICES` could be linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Linear(8, 16), nn.Linear(16, 16)
+        shapes = {"router": (4, 16), "up": (16, 32), "down": (32, 16), "mix": (16, 12), "first": (16, 2)}
+        shapes |= {"second": (2, 16), "positions": (6, 16), "queries": (3, 16), "normed": (16, 16), "codes": (9, 16)}
+        shapes |= {"table": (7, 16), "part": (20, 16), "tokens": (3, 16), "head": (16, 5), "second_head": (16, 2)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        f = nn.functional
+        h = self.embed(x)
+        h = h * f.linear(h, self.router).softmax(-1).sum(-1, keepdim=True)
+        h = h + (h @ self.up).relu() @ self.down + h @ (self.first @ self.second)
+        h = h + torch.einsum("bi,io->bo", h, self.mix).sum(-1, keepdim=True)
+        h = h + self.positions[: len(h)].sum(0) + self.attend(self.queries).mean(0) + h @ f.normalize(self.normed)
+        h = h + (h @ self.codes.T).softmax(-1) @ self.codes + f.embedding(x.argmax(-1) % 7, self.table)
+        h = h + f.linear(h, self.part[:16]) + (self.tokens @ self.attend.weight.T).mean(0)
+        return h @ self.head, torch.matmul(h, self.second_head)
+
+
+def test_bare_parameters_are_matrices_where_linear_functions_take_them_whole() -> None:
+    model = Bare()
+    groups = gonio.param_groups(model, 0.1, matrices=True)
+    found = dict(groups.matrices)
+    assert {name: found.pop(name) for name in MATRICES} == {n: f"matrix {s}" for n, s in MATRICES.items()}
+    assert set(found) == {"embed.weight", "attend.weight"}
+    assert {name: groups.others[name] for name in OTHERS} == dict.fromkeys(OTHERS, "no weight with filters")
+    assert groups.others["head"] == groups.others["second_head"] == "the output layer"
+    optimizer = gonio.optim.Muon(groups, lr=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    sum(y.square().mean() for y in model(torch.randn(4, 8))).backward()
+    optimizer.step()
+    assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_bare_matrix_takes_the_step_of_a_linear_layer() -> None:
+    """x @ w is the linear layer of wᵀ: the same step of Muon, transposed."""
+    layer, bare = nn.Sequential(nn.Linear(6, 9, bias=False), nn.Linear(9, 3)), Bare.__new__(Bare)
+    nn.Module.__init__(bare)
+    bare.w, bare.out = nn.Parameter(layer[0].weight.detach().T.clone()), nn.Linear(9, 3)
+    bare.out.load_state_dict(layer[1].state_dict())
+    bare.forward = lambda x: bare.out(x @ bare.w)
+    x = torch.randn(5, 6)
+    for model in (layer, bare):
+        named_example = Net(lambda m, y: m.inner(m.first(y)), first=nn.Linear(6, 6), inner=model)
+        named_example.first.requires_grad_(False).load_state_dict({"weight": torch.eye(6), "bias": torch.zeros(6)})
+        optimizer = gonio.optim.Muon(gonio.param_groups(named_example, matrices=True), lr=0.1)
+        named_example(x).square().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(bare.w.T, layer[0].weight)

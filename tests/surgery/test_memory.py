@@ -15,7 +15,7 @@ from gonio import init, optim
 from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.editing.memory import overlapping
-from gonio.errors import NotApplicableError
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.penalty import Penalty
 from gonio.regularizers import L2
 
@@ -207,6 +207,23 @@ def test_what_finds_turns_refuses_a_model_of_inference_mode() -> None:
         model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with pytest.raises(NotApplicableError, match=r"rotate_: cannot be applied to '.*in_proj_weight'; it was made"):
         gonio.rotate_(model)
+
+
+@pytest.mark.parametrize("verb", [gonio.surgery.anatomy, gonio.surgery.qk_norm, gonio.balance_])
+def test_what_reads_gradients_refuses_a_model_of_inference_mode(verb: Callable[..., object]) -> None:
+    with torch.inference_mode():
+        model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with pytest.raises(InvalidArgumentError, match=r"found self_attn.in_proj_weight, which was made in inference mode"):
+        verb(model, example=torch.ones(2, 3, 8))
+
+
+def test_lazy_parameters_are_not_taken_for_those_of_inference_mode() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    assert gonio.surgery.anatomy(model, example=torch.ones(2, 5)).attention == ()
+    with torch.inference_mode():
+        edited = gonio.init_(model, gonio.init.orthogonal_, gain=1.0)
+    assert [change.path for change in edited.changes] == ["1"]
+    edited.undo_()
 
 
 @pytest.mark.parametrize("verb", ["lsuv_", "match_statistics_", "balance_", "recycle_"])

@@ -278,3 +278,11 @@ def test_the_same_swap_twice_says_so(factory: Callable[..., nn.Module]) -> None:
         gonio.swap_(model, factory, where="2")
     edit.undo_()
     gonio.swap_(model, factory)
+
+
+def test_a_layer_of_the_same_name_is_told_from_that_of_torch() -> None:
+    class Linear(nn.Module):
+        pass
+
+    with pytest.raises(NoMatchError, match=r"it is an? [\w.]*test_swap.Linear, not a Linear"):
+        gonio.swap_(nn.Sequential(Linear()), gnn.DecoupledLinear.from_linear)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.memory import memory_key, overlapping, why_not_written
+from gonio.editing.memory import is_inference, memory_key, overlapping, why_not_written
 from gonio.editing.where import (
     Site,
     is_replicated,
@@ -90,7 +90,7 @@ class Edit:
     def __enter__(self) -> Edit:
         refuse_flat_shards(self.model, self.verb)
         reshard_(self.model)
-        if torch.is_inference_mode_enabled() and not any(p.is_inference() for p in self.model.parameters()):
+        if torch.is_inference_mode_enabled() and not any(map(is_inference, self.model.parameters())):
             self._modes.enter_context(torch.inference_mode(False))  # what an edit adds is there to be trained
             self._modes.enter_context(torch.no_grad())
         return self

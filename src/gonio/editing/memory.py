@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gonio.errors import InvalidArgumentError
 from gonio.messages import say
 
 
@@ -42,6 +43,21 @@ def has_address(tensor: Tensor) -> bool:
     if any(hook in vars(base) for base in own for hook in ("__torch_dispatch__", "__torch_function__")):
         return False  # an attribute of it may do anything
     return not (is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0)
+
+
+def registered(module: nn.Module) -> dict[str, int]:
+    """The `id` of each tensor that is registered in a module itself, by name.
+
+    While a module runs others may stand there, as under `torch.func.functional_call`.
+
+    Example:
+        >>> from gonio.editing.memory import registered
+        >>> layer = nn.Linear(2, 2)
+        >>> registered(layer) == {"weight": id(layer.weight), "bias": id(layer.bias)}
+        True
+    """
+    held = (*module._parameters.items(), *module._buffers.items())
+    return {name: id(tensor) for name, tensor in held if tensor is not None}
 
 
 def storage_of(tensor: Tensor) -> int | None:
@@ -140,3 +156,34 @@ def why_not_written(tensor: Tensor) -> str | None:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return say("it was made in inference mode, and torch lets nothing change it outside of that mode")
     return None
+
+
+def is_inference(tensor: Tensor) -> bool:
+    """Whether a tensor was made in inference mode; torch does not answer for a lazy one, which has no values yet.
+
+    Example:
+        >>> from gonio.editing.memory import is_inference
+        >>> is_inference(nn.LazyLinear(2).weight), is_inference(nn.Linear(1, 2).weight)
+        (False, False)
+    """
+    return not is_lazy(tensor) and tensor.is_inference()
+
+
+def refuse_inference(asked: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise for a tensor that was made in inference mode, by its name: torch computes no gradient with it.
+
+    Example:
+        >>> from gonio.editing.memory import refuse_inference
+        >>> with torch.inference_mode():
+        ...     made = torch.ones(2)
+        >>> refuse_inference("it", [("weight", made)])
+        Traceback (most recent call last):
+        gonio.errors.InvalidArgumentError: it needs weights with which torch computes gradients; found weight, which ...
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors:
+        if is_inference(tensor):
+            found = f"{name}, which was made in inference mode"
+            do = "Make the model outside of torch.inference_mode()."
+            raise InvalidArgumentError(f"{asked} needs weights with which torch computes gradients", found, do)

@@ -25,9 +25,11 @@ def check_plain(layer: nn.Module, *kinds: type[nn.Module], verb: str) -> None:
         if getattr(type(layer), method, None) is not getattr(kind, method, None) or method in vars(layer):
             why = f"this subclass of {kind.__name__} computes something else"
             raise NotApplicableError(verb, found, why, "Convert it to the torch layer first, or leave it out.")
-    if isinstance(getattr(type(layer), "weight", None), property) or "weight" not in layer._parameters:
-        why = "its weight is computed by a parametrization"
-        raise NotApplicableError(verb, found, why, "Fold the parametrization first.")
+    for name in ("weight", "bias"):
+        stored = name in layer._parameters or not hasattr(layer, name)
+        if not stored or isinstance(getattr(type(layer), name, None), property):
+            why = f"its {name} is computed by a parametrization"
+            raise NotApplicableError(verb, found, why, "Fold the parametrization first.")
 
 
 def _own_class(layer: nn.Module) -> type[nn.Module]:

@@ -190,7 +190,7 @@ def hold_(
                 edit.on_undo(partial(_take_gain_, ref, weight))
         for each in real:
             _stop_decay_(edit, each, weights)
-        hold = Hold(weights, step, optimizer, real)
+        hold = Hold(model, weights, step, optimizer, real)
         edit.on_undo(hold.end_)
         hold.begin_()
         expect_steps_(edit, optimizer, {weight.label: weight.parameter for weight in weights})

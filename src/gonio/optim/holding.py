@@ -49,6 +49,12 @@ class HeldWeight:
         """Whether the step may have changed the weight."""
         return self.had_gradient or self.parameter.grad is not None or self.parameter._version != self.version
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient other than 0 has arrived."""
+        grad = self.parameter.grad
+        return grad is not None and (grad.is_sparse or bool(grad.any()))
+
     @torch.no_grad()
     def off(self) -> float:
         """The largest relative difference of a norm from its radius; NaN in a training that diverged."""
@@ -126,7 +132,10 @@ class Hold:
     It refers weakly to the optimizer, whose hooks refer to it: both are collected together.
     """
 
-    def __init__(self, weights: Sequence[HeldWeight], step: Step, optimizer: Any, real: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, weights: Sequence[HeldWeight], step: Step, optimizer: Any, real: Sequence[Optimizer]
+    ) -> None:
+        self._model = weakref.ref(model)
         self.weights, self.step = tuple(weights), step
         self.complete = False  # once hold_ has changed everything
         self._given, self._real = weakref.ref(optimizer), [weakref.ref(each) for each in real]
@@ -191,18 +200,28 @@ class Hold:
         return [self._active[id(p)] for p in group["params"] if id(p) in self._active]
 
     def _let_go_of_replaced(self) -> None:
-        """End the hold of weights that neither their layers nor the optimizers have any more, and warn."""
-        known = set().union(*map(parameter_ids, self._optimizers()))
-        gone = [w for key, w in self._active.items() if key not in known and w.there() is not w.parameter]
-        for weight in gone:
-            self.end_(weight.parameter)
-        if gone:
-            labels = listing([weight.label for weight in gone])
-            text = (
-                f"hold_ does not hold {labels} any more: the model and the optimizer have other Parameters there now. "
-                "Call hold_ for them, or ignore this."
-            )
-            warnings.warn(text, GonioWarning, stacklevel=2)
+        """End the hold of weights that their layers do not have any more, nor optimizers or gradients, and warn."""
+        moved = {key: weight for key, weight in self._active.items() if weight.there() is not weight.parameter}
+        if not moved:
+            return
+        known, model = set().union(*map(parameter_ids, self._optimizers())), self._model()
+        here = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        stale = [w for key, w in moved.items() if key in known and key not in here and not w.has_gradient]
+        gone = [w for key, w in moved.items() if key not in known]
+        for weights, new, do in (
+            (gone, "the model and the optimizer have other Parameters there now", "Call hold_ for them"),
+            (
+                stale,
+                "the model has other Parameters there now, or none, and the optimizer steps the old ones",
+                "Build the optimizer after the last change of the model, and call hold_ again",
+            ),
+        ):
+            for weight in weights:
+                self.end_(weight.parameter)
+            if weights:
+                labels = listing([weight.label for weight in weights])
+                text = f"hold_ does not hold {labels} any more: {new}. {do}, or ignore this."
+                warnings.warn(text, GonioWarning, stacklevel=2)
 
     def _before(self, optimizer: Optimizer) -> None:
         self._let_go_of_replaced()

@@ -14,7 +14,7 @@ from gonio.editing.where import Site, sites, unwrapped
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.views import PLAIN, Layout, matrix_view, unview, view_shape, why_not_dense
 from gonio.penalty.decay import Groups, check_decay, decay_reasons, weights_and_tables, why_no_weight
-from gonio.penalty.output_layers import output_layers
+from gonio.penalty.output_layers import roles_of
 from gonio.penalty.penalty import Penalty
 from gonio.penalty.weights import WeightRef, weights_of
 from gonio.surgery.blocks import Anatomy
@@ -116,9 +116,10 @@ def matrix_groups(
     flattened filters; cut are their groups, the gates of recurrent layers, stacked experts, and queries, keys and
     values that one layer computes, head by head, where the type of the attention is registered
     (:func:`gonio.surgery.facts.register`) or its anatomy is given; in other types such a layer stays whole, as do gate
-    and up in one layer without an anatomy. Not
-    matrices are embeddings and what is tied to them, the output layers, which a run of the model on shapes alone finds,
-    depthwise filters, norms and biases.
+    and up in one layer without an anatomy. A run of the model on shapes alone finds the output layers, and parameters
+    of two dimensions that are in no known layer, but which linear functions take whole (``x @ w``, ``F.linear``) and
+    nothing else does: those are matrices, too. Not matrices are embeddings and what is tied to them, what computes an
+    output, depthwise filters, norms and biases.
 
     Args:
         weight_decay: of the matrices and of what decays among the others; None for the optimizer's default for
@@ -167,12 +168,12 @@ def _kinds(
     refs = {id(p): ref for site in everything for ref in weights_of(site) for p in ref.parameters()}
     holders = {id(p): site.module for site in everything for p in _own(site.module)}
     parents = _parents(everything)
-    ends, unknown = output_layers(inner)
+    roles = roles_of(inner)
     paths = [ref.path for ref in refs.values()]
     for glob in heads if isinstance(heads, Mapping) else ():
         if not any(fnmatchcase(path, glob) for path in paths):
             raise InvalidArgumentError("param_groups(heads=) names layers", repr(glob), "Pass globs over their paths.")
-    notes = [f"no layer is left out as the output layer: {unknown}"] if unknown else []
+    notes = [f"no layer is left out as the output layer: {roles.unknown}"] if roles.unknown else []
     found: dict[str, Blocks | str] = {}
     for name, parameter in model.named_parameters():
         if name not in reasons:
@@ -182,9 +183,11 @@ def _kinds(
             tied = ref is not None and not isinstance(ref.module, TABLES)
             found[name] = f"tied to the table {tables[id(parameter)]}" if tied else "a table that is looked up"
         elif ref is None or id(parameter) not in weights:
-            stated = _stacked(holders.get(id(parameter)), parameter)
-            found[name] = (_of_anatomy(heads, name, parameter) or stated) or why_no_weight(name, parameter)
-        elif id(ref.module) in ends:
+            stated = _of_anatomy(heads, name, parameter) or _stacked(holders.get(id(parameter)), parameter)
+            bare = _bare(parameter, roles.bare[id(parameter)]) if id(parameter) in roles.bare else None
+            ends = id(parameter) in roles.ends
+            found[name] = "the output layer" if ends else stated or bare or why_no_weight(name, parameter)
+        elif id(ref.module) in roles.ends:
             found[name] = "the output layer"
         else:
             found[name] = _cut(ref, parameter, parents, heads)
@@ -210,6 +213,13 @@ def _of_anatomy(heads: Mapping[str, int] | Anatomy, name: str, parameter: Tensor
         return None
     units = heads.rows_of_units(name)
     return Blocks(parameter.shape[0], heads.stored_transposed(name), (units,) if units else (), stacked=True)
+
+
+def _bare(parameter: Tensor, columns: bool) -> Blocks | str | None:
+    """A parameter that linear functions take as a layer's weight, with filters in its rows or columns."""
+    if (why := why_not_dense(parameter)) is not None:
+        return why.removeprefix("its weight is ")
+    return Blocks(transposed=columns) if min(parameter.shape) > 1 else None
 
 
 def _stacked(holder: nn.Module | None, parameter: Tensor) -> Blocks | None:

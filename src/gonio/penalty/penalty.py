@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.memory import refuse_inference
 from gonio.editing.steps import watch
 from gonio.editing.where import Where, refuse_flat_shards
 from gonio.editing.wrappers import parameter_ids
@@ -103,6 +104,7 @@ class Penalty:
         self._reading = [term for term in self._terms if isinstance(term, OutputTerm)]
         self._accumulate = accumulate
         self._calls = 0
+        self._differentiable = False
         self._last: list[tuple[str, float, dict[str, Tensor]]] = []
         self._undone = False
         _expect_call(self)
@@ -126,11 +128,12 @@ class Penalty:
 
         Raises:
             InvalidArgumentError: if a layer and its weight are not in the model any more, such as a replaced output
-                layer.
+                layer; for weights that were made in inference mode.
             NoActivationError: if a layer whose output is read did not run in training mode since the last
                 call, or its hook did not fire because the model was compiled before.
         """
         self._refuse_replaced()
+        self._refuse_inference(torch.is_grad_enabled())
         self._last, total = [], None
         for term, strength in self._due():
             evaluation = term.evaluate(active=strength > 0)
@@ -170,6 +173,7 @@ class Penalty:
                 "Add penalty() to the loss, or put these rules into a Penalty of their own.",
             )
         self._refuse_replaced()
+        self._refuse_inference(True)
         self._last = []
         with torch.no_grad():
             for term, strength in self._due():
@@ -191,6 +195,13 @@ class Penalty:
                 "Build it after the last change of the layers, and call undo_() of the old one.",
             )
         self._modules = now
+
+    def _refuse_inference(self, differentiates: bool) -> None:
+        """Raise in the first call with gradients for weights with which torch computes none."""
+        if differentiates and not self._differentiable:
+            of = ((term.weight.label, p) for term in self._terms for p in term.weight.parameters() if p.requires_grad)
+            refuse_inference("Penalty()", of)
+            self._differentiable = True
 
     def _keep(self, term: Term, strength: float, evaluation: Evaluation) -> None:
         """Keep the numbers of a term for :meth:`values`, without their graph."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import torch
 from torch import Tensor
 
+from gonio.editing.memory import refuse_inference
 from gonio.errors import InvalidArgumentError, check_range
 from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
 from gonio.geometry.norms import WIDE, full_precision, whole, widen
@@ -132,6 +133,7 @@ class WeightRegularizer(Regularizer):
             weight = _widened(weight)
             if not (torch.is_grad_enabled() and weight.requires_grad) or not ordinary_eager(weight):
                 return self._evaluate(weight, layout, state)
+            refuse_inference(type(self).__name__, [("a weight", weight)])
             with torch.no_grad():
                 found = self._with_gradient(weight.detach(), layout, state)
             if found is None:

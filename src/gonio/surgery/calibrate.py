@@ -18,7 +18,7 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
 from gonio.editing.where import Site, Where, as_selector, refuse_meta, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
-from gonio.execution import several_ranks, total
+from gonio.execution import ordinary_eager, several_ranks, total
 from gonio.messages import joined, say
 from gonio.nn.switchable_function import batch_statistics
 from gonio.surgery.equivalent import call, checked_batches, first_input, fitting
@@ -215,6 +215,9 @@ class _RunningMoments:
     def add(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Add one batch (N, C, *positions): a forward pre-hook. The batches of an instance norm are its samples."""
         given = first_input(arguments, keywords).detach()
+        if not ordinary_eager():
+            why = "it runs in a transform of torch.func, in which values cannot be read"
+            raise self.refuse(why, "Leave it out of `where`.")
         if not self.fits and given.numel():
             self._check(given, arguments, keywords)
         x = given.double()

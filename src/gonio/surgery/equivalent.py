@@ -161,8 +161,11 @@ def outputs(model: nn.Module, example: Any) -> list[Tensor]:
     return _run(model, example)[0]
 
 
-def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
-    """Why a model cannot run on an example: which layer got what it does not take, and what to do; else empty."""
+def misfit(model: nn.Module, example: Any) -> tuple[str, str] | None:
+    """Why a model cannot run on an example: which layer got what it does not take, and what to do; else empty.
+
+    None for a model that runs on it.
+    """
     last: list[tuple[str, nn.Module, Tensor]] = []
 
     def record(path: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -182,7 +185,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str]:
             raised = error
             path, module, given = last[0] if last else ("", plain, torch.empty(0, device="cpu", dtype=torch.float32))
         else:
-            return "", ""
+            return None
     leaves = tree_flatten(example)[0]
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         found = say("no tensor, but {kind}", kind=type(leaves[0]).__name__ if leaves else type(example).__name__)
@@ -233,6 +236,8 @@ def _no_indices(path: str, given: Tensor, rows: int) -> tuple[str, str]:
 def fitting(model: nn.Module, example: Any, given: str, *, always: bool = False) -> Iterator[None]:
     """Replace an error of a model that runs on an example by one that names the layer, where :func:`misfit` finds it.
 
+    Of one that runs on it by itself the error says that it does not while its layers are read.
+
     Args:
         given: what the example is, for the message.
         always: where no layer is found, the error has the first line of the model's own.
@@ -242,7 +247,12 @@ def fitting(model: nn.Module, example: Any, given: str, *, always: bool = False)
     except GonioError:
         raise
     except Exception as error:  # whatever a user's model raises
-        found, do = misfit(model, example)
+        why = misfit(model, example)
+        if why is None and not always:  # such as a transform of torch.func, in which no value can be read
+            reason = say("it runs, but not while they are read ({error})", error=first_line(error, 200, kind=True))
+            other = say("Act on parts of it that run without what raises this.")
+            raise NotApplicableError(given, "", reason, other, action=say("read the layers of")) from error
+        found, do = why or ("", "")
         if not found and not always:
             raise
         found = found or first_line(error, 2000)

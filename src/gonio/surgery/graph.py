@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from gonio.editing.memory import memory_key
+from gonio.editing.memory import memory_key, registered
 from gonio.editing.twin import in_mode, twin_of, without_wrappers
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
@@ -68,6 +68,7 @@ class Graph:
         dims: by path, the number of dimensions of a layer's outputs, as far as a run of the model told it.
         constants: by the target of a node, the tensors that the forward computes from buffers alone.
         read: the `id` of each tensor that the forward reads of a module.
+        exchanged: paths of the layers that are called with other tensors in the place of their own.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class Graph:
     dims: Mapping[str, int] = field(default_factory=dict)
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     read: frozenset[int] = frozenset()
+    exchanged: frozenset[str] = frozenset()
 
     def called(self, node: fx.Node) -> nn.Module | None:
         """The module that a node calls; None for functions, methods and inputs."""
@@ -143,6 +145,8 @@ class Graph:
         own = [p for p in module._parameters.values() if p is not None]
         if (why := next(filter(None, map(why_not_dense, own)), None)) is not None:
             return say("{path}: {why}", path=path, why=fixed(why))
+        if path in self.exchanged:
+            return say("{path} gets other tensors in the place of its own when it runs", path=path)
         if self.call_counts[path] > 1:
             return say("{path} runs more than once", path=path)
         with without_steps(module):
@@ -301,6 +305,8 @@ class Graph:
         if self.read_by_name[str(nodes[-1].target)]:
             return "its scale, shift or statistics are read elsewhere too"
         at, after = str(feeds[0].target), str(nodes[-1].target)
+        if after in self.exchanged:
+            return "it gets other tensors in the place of its own when it runs"
         elsewhere = self._why_exchanged(at, after) or self._why_exchanged(after, at) or self.why_read_at_rest(layer)
         return self._why_fixed(at, layer) or elsewhere or self._why_other_axis(feeds[0], layer) or layer
 
@@ -361,6 +367,8 @@ class _Tracer(fx.Tracer):
         self._measuring = False
         self.measured: dict[str, Facts] = {}
         self.read: dict[int, Tensor] = {}
+        self.own: dict[int, dict[str, int]] = {}  # by the `id` of each module, those of its tensors before the run
+        self.exchanged: set[str] = set()
         self.stopped = ""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -377,6 +385,8 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread or self._measuring:
             return forward(*args, **kwargs)
+        if self.own.get(id(m), registered(m)) != registered(m):  # as in torch.func.functional_call
+            self.exchanged.add(self.path_of_module(m))
         if facts_of(m) is UNKNOWN and (not m._modules or isinstance(m, TORCH_NORMS)) and args:
             self._measure(m, args[0])
         try:
@@ -435,6 +445,7 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
             twin = without_wrappers(twin_of(whole))
             if training is not None:
                 in_mode(twin, training=training)
+            tracer.own = {id(module): registered(module) for module in twin.modules()}
             arguments = list(inspect.signature(twin.forward).parameters.values())[1:]
             defaults = {p.name: p.default for p in arguments if p.kind in _BY_NAME and p.default is not p.empty}
             graph = tracer.trace(twin, concrete_args=defaults)
@@ -443,7 +454,8 @@ def trace(model: nn.Module, *, training: bool | None = None, dims: Mapping[str, 
     names = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     constants = {name: value for name, value in vars(twin).items() if name in names and isinstance(value, Tensor)}
     facts, read = tracer.measured, frozenset(tracer.read) | _read_buffers(twin, model, tracer.read)
-    return Graph(model, tuple(graph.nodes), measured=facts, dims=dims or {}, constants=constants, read=read)
+    told: dict[str, Any] = {"measured": facts, "dims": dims or {}, "constants": constants, "read": read}
+    return Graph(model, tuple(graph.nodes), exchanged=frozenset(tracer.exchanged), **told)
 
 
 def _read_buffers(twin: nn.Module, model: nn.Module, read: Mapping[int, Tensor]) -> set[int]:

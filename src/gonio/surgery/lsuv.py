@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -74,35 +75,43 @@ def lsuv_(
     refuse_shards(model, "lsuv_")
     refuse_meta(model, "lsuv_")
     found = select(model, where, verb="lsuv_", can_act=can_act)
+    with fitting(model, batch, "lsuv_(batch=)"), evaluating(model) as twin, torch.no_grad():
+        layers = {site.path: site.module for site in sites(twin)}
+        ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
     with Edit(model, "lsuv_", once=True) as edit, evaluating(model) as twin, torch.no_grad():
         layers = {site.path: site.module for site in sites(twin)}
-        with fitting(model, batch, "lsuv_(batch=)"):
-            ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
         for site in found:
             if site not in ordered:
                 edit.note(say("{path} did not run on the batch: left as it was", path=site.path))
-        scaled: set[Hashable] = set()
+        first = {memory_key(site.module.get_parameter("weight")): site for site in reversed(ordered)}
+        for site in [site for site in ordered if site in first.values()]:  # before a forward that writes to weights
+            edit.set_data_(site.module.get_parameter("weight"), site.module.get_parameter("weight"))
         for site in ordered:
-            weight: Tensor = site.module.weight  # type: ignore[assignment]
-            if memory_key(weight) in scaled:
+            if site not in first.values():
                 edit.changed(site.path, say("tied: scaled above"))
                 continue
-            scaled.add(memory_key(weight))
-            edit.set_data_(weight, weight)
             if function is not None:
                 with at(site, "weight"):
-                    function(weight, layout=layout_of(site.module), generator=generator(seed, "init", site.path))
-            _scale_(edit, site, partial(_output_std, twin, layers[site.path], batch), tolerance, max_steps)
+                    weight, random = site.module.get_parameter("weight"), generator(seed, "init", site.path)
+                    function(weight, layout=layout_of(site.module), generator=random)
+            with fitting(model, batch, "lsuv_(batch=)"):
+                _scale_(edit, site, partial(_output_std, twin, layers[site.path], batch), tolerance, max_steps)
         edit.note_stays(left_out(model, where, can_act=can_act))
     return edit.done()
 
 
 def _scale_(edit: Edit, site: Site, std_of: Callable[[], float | None], tolerance: float, max_steps: int) -> None:
     """Divide a layer's weight by the standard deviation of its output until that is near 1."""
-    std, steps = std_of(), 0
+    weight = site.module.get_parameter("weight")
+    start, std, steps = weight.detach().clone(), std_of(), 0
     while std is not None and abs(std - 1) > tolerance and steps < max_steps and 0 < std < float("inf"):
-        site.module.weight.div_(std)  # type: ignore[operator]
-        std, steps = std_of(), steps + 1
+        weight.div_(std)
+        before, std, steps = std, std_of(), steps + 1
+        if std is not None and math.isclose(std, before, rel_tol=1e-6):
+            weight.copy_(start)
+            edit.changed(site.path, say("not scaled"))
+            edit.note(say("the scale of the weight of {path} has no effect on its output", path=site.path))
+            return
     if std is None:
         edit.changed(site.path, say("not scaled"))
         edit.note(

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
-from gonio.editing.memory import memory_key
+from gonio.editing.memory import memory_key, registered
 from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import Site, Where, left_out, modules_at, refuse_meta, refuse_shards, select, sites, why_not
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
@@ -27,6 +27,7 @@ from gonio.surgery.recycle import can_act
 
 FACTOR = 2.0  # between the stored and the measured standard deviation, above which a filter is changed
 _NONE = say("no batch norm with running statistics gets its output")
+_EXCHANGED = say("it, or the norm behind it, runs with other tensors in the place of its own")
 _SHARED = say("another layer has the same weight or bias")
 SHIFT = 1.0  # between the means, in stored standard deviations
 
@@ -83,10 +84,11 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
     with fitting(model, kept[0], say("a batch of {verb}", verb="match_statistics_")):
         norms_of = _norms_behind(model, kept[0])
     shared = _sharing(model)
-    behind = {layer: norm for layer, norm in norms_of.items() if layer in found and layer not in shared}
-    stay = {path: _SHARED if path in norms_of else _NONE for path in found if path not in behind}
+    behind = {layer: norm for layer, norm in norms_of.items() if norm and layer in found and layer not in shared}
+    left = [path for path in found if path not in behind]
+    stay = {p: _NONE if p not in norms_of else _SHARED if norms_of[p] else _EXCHANGED for p in left}
     if not behind:
-        path, why = next(((path, why) for path, why in stay.items() if why is _SHARED), next(iter(stay.items())))
+        path, why = next(((path, why) for path, why in stay.items() if why is not _NONE), next(iter(stay.items())))
         do = "Choose layers in front of one by `where`."
         raise NotApplicableError("match_statistics_", path, why, do, action="restore the scale of")
     with Edit(model, "match_statistics_") as edit, torch.no_grad():
@@ -105,18 +107,27 @@ def _sharing(model: nn.Module) -> set[str]:
 
 
 def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
-    """For each layer whose output a batch norm gets, in the order of execution: the norm. Each runs once."""
+    """For each layer whose output a batch norm gets, in the order of execution: the norm. Each runs once.
+
+    The norm is empty where one of both ran with other tensors in the place of its own.
+    """
     made: dict[int, tuple[str, Tensor, int]] = {}
     calls: list[str] = []
+    exchanged: set[str] = set()
     pairs: dict[str, str] = {}
 
-    def keep(path: str, module: nn.Module, _inputs: Any, output: Tensor) -> None:
+    def ran(path: str, module: nn.Module) -> None:
         calls.append(path)
+        if registered(module) != own[path]:
+            exchanged.add(path)
+
+    def keep(path: str, module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        ran(path, module)
         if output.dim() == (2 if isinstance(module, nn.Linear) else module.weight.dim()):  # type: ignore[operator]
             made[id(output)] = path, output, output._version  # held, so that no other tensor gets its id
 
-    def read(path: str, _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        calls.append(path)
+    def read(path: str, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        ran(path, module)
         given = first_input(arguments, keywords)
         layer, output, version = made.get(id(given), ("", None, 0))
         if output is given and version == output._version:
@@ -124,13 +135,15 @@ def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
 
     # Outside of inference mode, whose tensors keep no versions; before the layer's own hooks, which may change outputs.
     with torch.inference_mode(False), evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
+        own = {site.path: registered(site.module) for site in sites(plain)}
         for site in sites(plain):
             if why_not(site, can_act) is None:
                 hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path), prepend=True))
             elif isinstance(site.module, _BatchNorm) and not _has_none_yet(site.module):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path), with_kwargs=True))
         call(plain, batch)
-    return {layer: norm for layer, norm in pairs.items() if calls.count(layer) == calls.count(norm) == 1}
+    once = {layer: norm for layer, norm in pairs.items() if calls.count(layer) == calls.count(norm) == 1}
+    return {layer: "" if {layer, norm} & exchanged else norm for layer, norm in once.items()}
 
 
 def _has_none_yet(norm: _BatchNorm) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
-from gonio.editing.memory import storage_of
+from gonio.editing.memory import refuse_inference, storage_of
 from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.execution import as_usual_saved
@@ -406,7 +406,11 @@ class Recorder(Products):
 
 @torch.inference_mode(False)  # in which no gradient could be told
 def record(model: nn.Module, example: Any) -> Recording:
-    """Run a model in evaluation mode on its twin, and record it."""
+    """Run a model in evaluation mode on its twin, and record it.
+
+    Raises: InvalidArgumentError for weights that were made in inference mode.
+    """
+    refuse_inference("a run that tells by gradients what reads what", model.named_parameters())
     with fitting(model, example, "example="), evaluating(model) as plain, torch.enable_grad(), ExitStack() as ends:
         ends.enter_context(sdpa_kernel(SDPBackend.MATH))  # the one with second derivatives
         recorder = Recorder(plain)

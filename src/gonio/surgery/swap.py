@@ -175,8 +175,9 @@ def can_act(module: nn.Module, factory: Callable[..., nn.Module]) -> str | None:
     """
     accepted = accepted_layers(factory)
     if not isinstance(module, accepted):
-        takes = with_article(" or ".join(kind.__name__ for kind in accepted))
-        return f"it is {with_article(type(module).__name__)}, not {takes}"
+        names, kind = [each.__name__ for each in accepted], type(module)
+        name = f"{kind.__module__}.{kind.__name__}" if kind.__name__ in names else kind.__name__  # as quantised layers
+        return f"it is {with_article(name)}, not {with_article(' or '.join(names))}"
     # the output projection of torch's attention is never called: its parent reads its weight
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its parent reads its weight and does not call it"

@@ -216,13 +216,14 @@ class _Outputs:
     def before(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         source = _signal_in((arguments, keywords))
         if module not in self.fed and source is not None:
-            self.fed[module] = _rms(source), source.numel()
+            self.fed[module] = _rms(source.detach()), source.numel()  # the model may have turned gradients on
 
     def after(self, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         if module in self.found:
             self.found[module] = replace(self.found[module], calls=self.found[module].calls + 1)
             return
-        tensor = _signal_in(output)
+        found = _signal_in(output)
+        tensor = None if found is None else found.detach()
         if tensor is not None:
             if (channels := _channels_of(module, tensor)) is not None:
                 self.channels[tensor.shape] = channels

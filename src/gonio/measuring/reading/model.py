@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -158,6 +159,8 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read |
     notes = tuple(f"also {alias}.{name}" for alias in site.aliases)
     if tensor is not None and is_lazy(tensor):
         return TensorEntry(path, kind, None, None, "a lazy layer that has seen no input yet", notes)
+    if tensor is not None and _is_empty_range(module, name):
+        return TensorEntry(path, kind, None, None, "the range of an observer that has seen no values yet", notes)
     load = read or partial(_read, module, name)
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return TensorEntry(path, kind, None, load, "a part of a parametrization", notes)
@@ -177,6 +180,16 @@ def _entry(site: Site, name: str, path: str, tensor: Tensor | None, read: Read |
         if layout is not None and shape is not None and is_batched_kernel(shape):
             return replace(made, load=lambda: load()[0], shape=shape[1:], notes=(*notes, "of the shape (1, …)"))
     return made
+
+
+def _is_empty_range(module: nn.Module, name: str) -> bool:
+    """Whether it is a bound of an observer of torch's quantisation before its first batch: from ∞ to −∞."""
+    if name not in ("min_val", "max_val") or not isinstance(module, loaded("torch.ao.quantization:ObserverBase")):
+        return False
+    low, high = (getattr(module, bound, None) for bound in ("min_val", "max_val"))
+    if not isinstance(low, Tensor) or not isinstance(high, Tensor) or low.is_meta or not low.numel():
+        return False
+    return bool((low == inf).all()) and bool((high == -inf).all())
 
 
 def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout | None, str]:
