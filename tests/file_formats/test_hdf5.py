@@ -141,7 +141,10 @@ def test_what_is_no_number_of_the_file_is_named_and_not_read(tmp_path: Path) -> 
         layout = h5py.VirtualLayout((4, 5), "f4")
         layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "w", (4, 5))
         file.create_virtual_dataset("virtual", layout)
-        file.create_dataset("plugin", data=np.ones((4, 5)), compression="lzf")
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plan.set_chunk((4, 5))
+        plan.set_filter(32015, h5py.h5z.FLAG_OPTIONAL)  # Zstandard
+        h5py.h5d.create(file.id, b"plugin", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple((4, 5)), plan)
     found = {tensor.name: tensor.reason for tensor in gonio.check(tmp_path / "m.h5").tensors}
     said = {
         "soft": "a link",
@@ -158,6 +161,17 @@ def test_what_is_no_number_of_the_file_is_named_and_not_read(tmp_path: Path) -> 
     assert "the same as again" in {found["plain"], found["again"]}
     assert set(found) == {*said, "plain", "again"}
     assert {tensor.name for tensor in gonio.measure(tmp_path / "m.h5").tensors} == set(found)
+
+
+@pytest.mark.parametrize("filters", [
+    {"compression": "lzf", "shuffle": True}, {"compression": "gzip"}, {"compression": "gzip", "fletcher32": True},
+])  # fmt: skip
+def test_what_h5py_itself_packs_is_read(filters: dict[str, Any], tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(64, 48)).astype(np.float32)
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file.create_dataset("w", data=values, chunks=(16, 16), **filters)
+    (tensor,) = gonio.check(tmp_path / "m.h5").tensors
+    assert (tensor.reason, tensor.largest) == ("", float(np.abs(values).max()))
 
 
 def test_the_extra_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

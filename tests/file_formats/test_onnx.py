@@ -198,6 +198,25 @@ def linked(folder: Path) -> None:
     (folder / "m.data").symlink_to(outside)
 
 
+def test_a_model_and_its_data_in_a_hubs_cache(tmp_path: Path) -> None:
+    """Both are links to files of one folder, which is not the one that the model seems to lie in."""
+    plain, snapshot, blobs = (tmp_path / name for name in ("plain", "snapshots", "blobs"))
+    for folder in (plain, snapshot, blobs):
+        folder.mkdir()
+    model = model_of([proto("w", torch.ones(8, 8))], [node("Gemm", "w")])
+    onnx.save(model, plain / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    for number, name in enumerate(("m.onnx", "m.data")):
+        (plain / name).rename(blobs / f"{number}")
+        (snapshot / name).symlink_to(f"../blobs/{number}")
+    assert gonio.check(snapshot / "m.onnx")["w"].largest == 1
+    (blobs / "1").unlink()
+    (finding,) = gonio.check(snapshot / "m.onnx").findings
+    assert (finding.code, finding.found) == (
+        "G702",
+        "its file m.data: it is a link to ../blobs/1, where there is nothing",
+    )
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the data are cut off": (lambda f: os.truncate(f / "m.data", 1000), "G704"),
     "the data are missing": (lambda f: (f / "m.data").unlink(), "G702"),

@@ -390,6 +390,33 @@ def test_a_table_whose_parts_do_not_fit_is_left_out(facts: dict[str, int], tmp_p
     assert gonio.measure(path)["w"].status == "skipped"
 
 
+@pytest.mark.parametrize("kind", ["INT4", "UINT4"])
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("facts", [{"bits": 4}, {}])
+def test_a_table_of_a_type_of_4_bits(kind: str, zeros: bool, facts: dict[str, int], tmp_path: Path) -> None:
+    """Without zero points nothing is subtracted, unlike of codes that are packed in bytes."""
+    low, shape, blocks, size = -8 if kind == "INT4" else 0, (40, 24), (40, 2), 16
+    codes, zero = RNG.integers(low, low + 16, shape), RNG.integers(low, low + 16, blocks) * zeros
+    scales, code = RNG.uniform(0.5, 1, blocks).astype(np.float32), getattr(onnx.TensorProto, kind)
+    inputs = ["w", "x", "s", *(["z"] if zeros else [])]
+    node = N("GatherBlockQuantized", inputs, ["y"], block_size=size, quantize_axis=1, gather_axis=0, **facts, **RUNTIME)
+    held = [numpy_helper.from_array(scales, "s"), helper.make_tensor("w", code, shape, codes.ravel().tolist())]
+    held += [helper.make_tensor("z", code, blocks, zero.ravel().tolist())] if zeros else []
+    ends = [helper.make_tensor_value_info("x", onnx.TensorProto.INT64, [40])]
+    ends += [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
+    sets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:], held)
+    path = tmp_path / "q.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=sets, ir_version=10), path)
+    expected = (codes - zero.repeat(size, 1)[:, :24]) * scales.astype(float).repeat(size, 1)[:, :24]
+    torch.testing.assert_close(read(path), torch.tensor(expected), rtol=1e-6, atol=0)
+    assert gonio.measure(path)["w"].kind == "linear or embedding"
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (rows,) = session.run(None, {"x": np.arange(40)})
+    assert np.abs(rows - expected).max() < 1e-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("scales", [(6, 20), (1, 1), (6, 1), (1, 20)])
 def test_a_table_of_8_bit_floats(scales: tuple[int, int], tmp_path: Path) -> None:
     """A size of 0 stands for one block; scales of one row hold for all."""

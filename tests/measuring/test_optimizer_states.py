@@ -167,6 +167,25 @@ def test_names_in_the_groups_are_taken(content: Content) -> None:
     assert all(row.relative_update for row in found.optimizer if len(row.shape) > 1)
 
 
+def test_one_state_for_all_parameters_belongs_to_none_of_them(tmp_path: Path) -> None:
+    """LBFGS keeps it in the first one; a second optimizer beside it is judged as ever."""
+    model, data = network(), torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    joint = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        joint.zero_grad()
+        loss: Tensor = model(data).square().mean()
+        loss.backward()
+        return loss
+
+    joint.step(closure)
+    torch.save({"model": model.state_dict(), "optimizer": joint.state_dict()}, tmp_path / "m.pt")
+    assert {f.code for f in gonio.check(tmp_path / "m.pt").findings if f.code.startswith("G8")} == set()
+    (row,) = gonio.measure(tmp_path / "m.pt").optimizer
+    assert row.path == "optimizer.state.0"
+    assert "1 of them: one state for all parameters of its optimizer" in gonio.check(tmp_path / "m.pt").notes
+
+
 def saved(folder: Path, content: Content, *, name: str = "optimizer.pt", state: Any = None) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(content["model"], folder / "model.safetensors")

@@ -32,6 +32,21 @@ _POWERS: dict[type[Optimizer], dict[str, int]] = {
     torch.optim.SparseAdam: _ADAM,
     **({torch.optim.Muon: {"momentum_buffer": 1}} if hasattr(torch.optim, "Muon") else {}),
 }
+# By type: what an optimizer keeps once for all of its parameters, in the state of the first one.
+_JOINT: dict[type[Optimizer], frozenset[str]] = {
+    torch.optim.LBFGS: frozenset({"old_dirs", "old_stps", "prev_flat_grad"})
+}
+
+
+def is_joint(names: Iterable[str]) -> bool:
+    """Whether a state is that of all parameters of an optimizer together, told by what it keeps.
+
+    Example:
+        >>> from gonio.editing.optimizer_states import is_joint
+        >>> is_joint(["d", "old_dirs", "old_stps", "prev_flat_grad"]), is_joint(["exp_avg", "exp_avg_sq"])
+        (True, False)
+    """
+    return any(kept <= set(names) for kept in _JOINT.values())
 
 
 def state_powers(names: Iterable[str]) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -39,6 +40,8 @@ class Journal(Generic[Row]):
         self.path, self.rows = Path(path), dict[int, Row]()
         self._kind = kind
         head = {"schema": SCHEMA, **json.loads(json.dumps(about))}
+        if self.path.exists() and not self.path.is_file():
+            raise UnreadableFileError(str(self.path), "it is no regular file", "Name another one.")
         end = self._read(head) if self.path.is_file() and self.path.stat().st_size else 0
         self._file = self.path.open("r+b" if end else "wb")
         self._file.truncate(end)
@@ -54,12 +57,16 @@ class Journal(Generic[Row]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # of what a write that failed has left; each row was flushed before
+            self._file.close()
 
     def _write(self, content: Mapping[str, Any]) -> None:
         text = json.dumps(content, ensure_ascii=False).encode()
-        self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
-        self._file.flush()
+        try:
+            self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+            self._file.flush()
+        except OSError as error:  # of a write, which does not name its file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _read(self, head: Mapping[str, Any]) -> int:
         """Read the rows; the number of bytes that hold whole lines."""

@@ -86,7 +86,8 @@ def tensors_of(source: Any) -> list[str]:
     """The place of every tensor in a source; of a torch file with the keys of its containers."""
     if not isinstance(source, Mapping):
         path = Path(source)
-        found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        found = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+        found = [one for one in found if one.is_file()]
         if found and found[0].suffix == ".safetensors":
             names: list[str] = []
             for one in found:

@@ -168,6 +168,31 @@ def parts(folder: Path) -> File:
     return File(source=folder, weights=WEIGHTS)
 
 
+def parts_with_a_link(folder: Path) -> File:
+    """As a hub's cache is left without one of its blobs."""
+    made = parts(folder)
+    lost = folder / "model-00002-of-00002.safetensors"
+    lost.unlink()
+    lost.symlink_to("../../blobs/0a1b")
+    names = list(STATE)[:3]
+    return File(source=folder, weights={n: w for n, w in made.weights.items() if n in names}, fresh=False)
+
+
+def shards_in_folders(folder: Path) -> File:
+    names, index = list(STATE), {}
+    for part, some in (("encoder", names[:3]), ("decoder", names[3:])):
+        (folder / part).mkdir()
+        save_file({n: STATE[n] for n in some}, folder / part / "model.safetensors")
+        index |= dict.fromkeys(some, f"{part}/model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return File(source=folder, weights=WEIGHTS)
+
+
+def link_to_nothing(folder: Path) -> File:
+    (folder / "model.safetensors").symlink_to("../../blobs/0a1b")
+    return File(source=folder, error="it is a link to ../../blobs/0a1b, where there is nothing")
+
+
 def several(*names: str, said: str) -> Callable[[Path], File]:
     """A folder with some candidates, none of which is the model."""
 
@@ -333,6 +358,9 @@ CASES: dict[str, Case] = {
     "shards": Case(HF, sharded, slow=True),
     "a shard that is missing": Case(HF, missing_shard, slow=True),
     "parts without an index": Case(HF, parts),
+    "parts without an index, one of which is a link to nothing": Case("hub", parts_with_a_link),
+    "shards in folders": Case(HF, shards_in_folders),
+    "a link to nothing": Case("hub", link_to_nothing),
     "two formats of one model": Case(HF, both_formats),
     "a bin and its arguments": Case(HF, bin_and_arguments),
     "a folder of steps": Case(

@@ -118,7 +118,7 @@ CASES: dict[str, Case] = {
     "int8": Case(ST, kinds(torch.ones(4, 3, dtype=torch.int8), "int8: packed", where="safetensors")),
     "int32": Case(PT, kinds(torch.ones(4, 3, dtype=torch.int32), "int32: packed")),
     "int64": Case(PT, kinds(torch.ones(4, 3, dtype=torch.int64), "int64, not weights")),
-    "uint16": Case(PT, kinds(torch.ones(4, 3, dtype=torch.uint16), "uint16, not weights")),
+    "uint16": Case(PT, kinds(torch.ones(4, 3, dtype=torch.uint16), "uint16: packed or quantised weights")),
     "bool": Case(PT, kinds(torch.ones(4, 3, dtype=torch.bool), "bool, not weights")),
     "a number": Case(PT, kinds(torch.tensor(3.0), EMPTY)),
     "no entries": Case(PT, kinds(torch.ones(0, 5), "empty: shape (0, 5)")),

@@ -131,6 +131,24 @@ def refused(state: Mapping[str, Tensor], said: Mapping[str, str], config: Config
     return lambda folder: File(source=stored(folder, state, config), refused=said, fresh=False)
 
 
+def codes(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+
+def left(parts: Callable[[], Mapping[str, Tensor]], said: str, **config: Any) -> Callable[[Path], File]:
+    """A layer `w` of a quantisation that is not read, a plain layer, and one with positions beside its weight."""
+
+    def file(folder: Path) -> File:
+        plain = {"rest.weight": normal(8, 6), "at.weight": normal(8, 6, seed=1)}
+        state = {**{f"w.{name}": value for name, value in parts().items()}, "w.bias": torch.zeros(64), **plain}
+        state["at.position_ids"] = torch.arange(8, dtype=torch.int32)
+        source = stored(folder, state, {"quantization_config": config})
+        weights = {name: value.double() for name, value in plain.items()}
+        return File(source=source, weights=weights, refused={"w.weight": said}, fresh=False)
+
+    return file
+
+
 def alone(folder: Path) -> File:
     codes = W.to(torch.float8_e5m2)
     return File(source=stored(folder, {"l.weight": codes}), weights={"l.weight": codes.double()}, fresh=False)
@@ -434,7 +452,35 @@ CASES: dict[str, Case] = {
                                  {"w.qweight": SAID})),
     "Marlin of 2:4 sparse weights": Case(
         CT, refused({"w.weight_packed": int32, "w.scale_packed": torch.ones(1, 16), "w.meta": int32.short()},
-                    {"w.weight_packed": SAID, "w.meta": "int16, not weights"})),
+                    {"w.weight_packed": SAID, "w.meta": "int16: packed"})),
+    "Marlin of 2:4 sparse weights, by its configuration": Case(
+        CT, left(lambda: {"weight_packed": codes(4, 128), "scale_packed": normal(2, 64), "meta": codes(64, 8).short(),
+                          "weight_shape": torch.tensor([64, 64])}, "the format marlin-24, which is not read",
+                 **{**pack.compressed(num_bits=4, type="int"), "format": "marlin-24"})),
+    "AQLM, by its configuration": Case(
+        "AQLM", left(lambda: {"codes": codes(64, 8, 1).short(), "codebooks": normal(1, 256, 1, 8),
+                              "scales": normal(64, 1, 1, 1)}, "by aqlm,", quant_method="aqlm", num_codebooks=1)),
+    "EXL2": Case(
+        "ExLlamaV2", left(lambda: {"q_weight": codes(12, 64), "q_scale": codes(4, 8), "q_scale_max": normal(4),
+                                   "q_groups": codes(8).short(), "q_invperm": codes(64)}, "by exl2,",
+                          quant_method="exl2", bits=4.0)),
+    "EXL3": Case(
+        "ExLlamaV3", left(lambda: {"trellis": codes(4, 4, 64).short(), "suh": normal(64), "svh": normal(64)},
+                          "by exl3,", quant_method="exl3", bits=4.0)),
+    "QuIP#": Case(
+        "QuIP#", left(lambda: {"Qidxs": codes(64, 8).long(), "SU": normal(64), "SV": normal(64),
+                               "Wscale": torch.tensor(1.0), "codebook_id": torch.tensor(7)}, "by quip,",
+                      quant_method="quip")),
+    "VPTQ": Case(
+        "VPTQ", left(lambda: {"indices": codes(1, 64, 16), "centroids.weight": normal(1, 2048), "perm": codes(64),
+                              "res_centroids.weight": normal(1, 2048), "weight_scale": normal(64)}, "by vptq,",
+                     quant_method="vptq")),
+    "HIGGS": Case(
+        "HIGGS", left(lambda: {"weight": codes(64, 8).short(), "scales": normal(64, 1), "tables": normal(16, 2)},
+                      "by higgs,", quant_method="higgs")),
+    "BitNet": Case(
+        "BitNet", left(lambda: {"weight": codes(16, 64).byte(), "weight_scale": normal(1)}, "by bitnet,",
+                       quant_method="bitnet")),
     "statically quantised": Case("torch.ao.quantization", of_torch(_static, "0", "1")),
     "dynamically quantised": Case("torch.ao.quantization", of_torch(_dynamic, "0", "1")),
     "dynamically quantised LSTM": Case("torch.ao.quantization", recurrent),

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -28,7 +29,7 @@ from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, ma
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
-from gonio.measuring.reading.opened import without_values
+from gonio.measuring.reading.opened import link_to_nothing, without_values
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import is_index
 from gonio.measuring.reading.source import (
@@ -258,6 +259,7 @@ def check(
         raise InvalidArgumentError("check(jobs=) takes a number of threads", f"{jobs}", "Pass 1 or more.")
     known = None if against is None else _fingerprints(against)
     held = with_codes(inventory(source))
+    stamps = _stamps(held.files)
     beside = _beside(held)
     contents = _contents(held, beside)
     if describe is not None:
@@ -275,6 +277,9 @@ def check(
         for place, tensor in zip(held.places, scanned, strict=True)
         if tensor.reason and not place.reason
     ]
+    now = _stamps(held.files)
+    changed = say("it changed while it was read; check it again when it is whole")
+    unread += [Problem("G701", file.name, changed) for file in held.files if stamps[file] != now[file]]
     adapters, config = _adapters(held, beside)
     parts = {part for adapter in adapters for part in adapter.parts}
     known_parts = [replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned]
@@ -283,7 +288,7 @@ def check(
     in_files = None if isinstance(source, Mapping) else config
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     gaps = [] if adapters else missing_in_blocks({name: shape for name, (shape, _) in own.items()}, held.problems)
-    gaps += without_values(own) if own or not held.places else []
+    gaps += without_values(own) if own or not (held.places or held.problems) else []
     states = optimizer_of(source)
     problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
     problems += _without_scale(tensors)
@@ -295,6 +300,16 @@ def check(
     along = sorted(found, key=lambda finding: (rules[finding.code], places.get(finding.path, len(places))))
     findings = worst_first([*along, *of_norms(vectors_of(held)), *of_states])
     return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
+
+
+def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, ...] | None]:
+    """What tells that a file is another one than before, or was written to; None of a folder, or where it is gone."""
+    found: dict[Path, tuple[int, ...] | None] = dict.fromkeys(files)
+    for file in files:
+        with suppress(OSError):
+            about = file.stat()
+            found[file] = None if file.is_dir() else (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+    return found
 
 
 def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[str]:
@@ -350,7 +365,7 @@ def _contents(held: Inventory, beside: Configurations) -> CheckpointContents:
         beside=len(held.places) - len(model),
         bytes=sum(place.size for place in held.places),
         files=sum(not is_index(file) for file in held.files),
-        dtypes=dict(Counter(place.dtype for place in model).most_common()),
+        dtypes=dict(Counter(place.dtype for place in model if place.dtype).most_common()),
         quantisation=str(method),
         adapter=str(adapter.get("peft_type", "unnamed")) if adapter else "",
         **numbers,
@@ -371,7 +386,8 @@ def _fingerprints(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[st
             raise ValueError(f"its schema is {content['schema']!r:.80}")
         return {str(n): _fingerprint(t["dtype"], tuple(t["shape"]), t["hash"]) for n, t in content["tensors"].items()}
     except FileNotFoundError as error:
-        raise UnreadableFileError(said, "there is no such file", "Write it by gonio check --save.") from error
+        why = link_to_nothing(Path(said)) or say("there is no such file")
+        raise UnreadableFileError(said, why, "Write it by gonio check --save.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"it holds no fingerprints ({str(error)[:200]})"
         raise UnreadableFileError(said, found, "Write it by gonio check --save.") from error

@@ -39,11 +39,19 @@ from gonio.measuring.reading.opened import CutOff, Opened, Problem, fill, gaps, 
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import ARRAY, is_array, record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
-from gonio.measuring.reading.shards import is_index, misplaced, of_one_part, of_parts, parsed, weight_map
+from gonio.measuring.reading.shards import (
+    is_index,
+    misplaced,
+    missing_in,
+    of_one_part,
+    of_parts,
+    parsed,
+    weight_map,
+)
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
 from gonio.measuring.reading.state_dicts import holders, leaves, state_in
-from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, of_module, optimizer_files
-from gonio.messages import say
+from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, of_module, of_parallel, optimizer_files
+from gonio.messages import Message, say
 
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the format
 _HALF_BYTES = {"F4": 1, "F6_E2M3": 1.5, "F6_E3M2": 1.5}  # half bytes per entry of dtypes that torch does not have
@@ -112,7 +120,7 @@ def inventory(source: object) -> Inventory:
         raise InvalidArgumentError("check() takes a path or a state dict", found_type, "Pass model.state_dict().")
     path = Path(source)
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    if len(files) > 1:
+    if len(files) > 1 and any(map(Path.is_file, files)):
         found = _of_parts(files)
     elif not (files[0].is_file() or files[0].is_dir()):
         raise absent(files[0])
@@ -123,7 +131,8 @@ def inventory(source: object) -> Inventory:
     if files[0] == path:
         return found
     found = _with_optimizers(found, path, files)
-    return replace(found, notes=(*found.notes, *left_out(path, [file for file in others if file not in found.files])))
+    unread = [file for file in others if file not in found.files]
+    return replace(found, notes=(*found.notes, *left_out(path, unread, files)))
 
 
 def _with_optimizers(found: Inventory, folder: Path, model: list[Path]) -> Inventory:
@@ -197,42 +206,55 @@ def _values(place: Place) -> Tensor | None:
 # --- several files ---------------------------------------------------------------------------------------------------
 
 
-def _of_files(files: list[Path]) -> tuple[dict[str, Inventory], list[Problem]]:
-    """What each file holds, by its name, and a problem for each that cannot be read."""
+def _of_files(files: Mapping[str, Path]) -> tuple[dict[str, Inventory], list[Problem]]:
+    """What each file holds, by its name, and a problem for each that cannot be read; nothing of one that is absent."""
     held, problems = {}, []
-    for file in files:
+    for name, file in files.items():
         try:
-            held[file.name] = _of_file(file) if file.is_file() else Inventory(())
+            held[name] = _of_file(file) if file.is_file() else Inventory(())
         except GonioError as error:
-            problems.append(Problem("G701", file.name, str(error)))
+            problems.append(Problem("G701", name, str(error)))
             continue
-        problems += held[file.name].problems
+        problems += held[name].problems
     return held, problems
 
 
 def _of_parts(files: list[Path]) -> Inventory:
     """Parts without an index; their names say how many there are."""
-    held, problems = _of_files(files)
+    held, problems = _of_files({file.name: file for file in files})
     problems += of_parts(files, Counter(place.name for found in held.values() for place in found.places))
     places = tuple(place for found in held.values() for place in found.places)
     note = "the parts have no index: a missing tensor cannot be noticed"
-    return Inventory(places, tuple(problems), (note,), tuple(files))
+    return Inventory(places, tuple(problems), (note,), tuple(filter(Path.is_file, files)))
 
 
 def _of_index(index: Path) -> Inventory:
     """The shards that an index names, each tensor held against it."""
-    wanted, doubled = weight_map(index)
-    shards = [index.parent / shard for shard in dict.fromkeys(wanted.values())]
+    wanted, doubled, stated = weight_map(index)
+    shards = {shard: index.parent / shard for shard in dict.fromkeys(wanted.values())}
     held, problems = _of_files(shards)
-    there = [shard for shard in shards if shard.is_file()]
+    gone = missing_in(index, shards)
     names = {
         shard: [*(place.name for place in found.places), *(name for name in found.objects if name in wanted)]
         for shard, found in held.items()
     }
-    problems += misplaced(wanted, doubled, names, {shard.name for shard in there})
+    problems += misplaced(wanted, doubled, names, gone)
     places = tuple(place for found in held.values() for place in found.places)
     notes = tuple(dict.fromkeys(note for found in held.values() for note in found.notes))
+    notes += _of_size(stated, places, list(shards.values())) if len(held) == len(shards) and not gone else ()
+    there = [file for shard, file in shards.items() if shard not in gone]
     return Inventory(places, tuple(problems), notes, (index, *there))
+
+
+def _of_size(stated: int | None, places: Sequence[Place], files: Sequence[Path]) -> tuple[Message, ...]:
+    """A note where an index states another size of all tensors than they have; nothing reads that number.
+
+    Some programs count tensors that share memory once, others write the size of the files with their headers.
+    """
+    held, shared = sum(place.size for place in places), {place.address or place.name: place.size for place in places}
+    if stated is None or stated in (held, sum(shared.values()), sum(file.stat().st_size for file in files)):
+        return ()
+    return (say("the index states {stated:,} bytes of tensors, its shards hold {held:,}", stated=stated, held=held),)
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
@@ -351,6 +373,7 @@ def _of_content(content: Any, file: str) -> Inventory:
     notes = [f"the model is read from {plain(key)!r} of the checkpoint"] if key else []
     notes += [
         *of_module(state),
+        *of_parallel(content),
         _not_compared(content, [name for name in unknown if not any(one.startswith(f"{name}.") for one in starts)]),
     ]
     notes = [note for note in notes if note]

@@ -29,7 +29,7 @@ from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, opt
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
 from gonio.measuring.reading.state_dicts import of_states, state_in
 
-METADATA = ".metadata"
+METADATA, PIECES = ".metadata", ".distcp"  # written last, and the ending of what holds values
 MOST_PIECES = 1 << 16  # of one tensor; as many as there are ranks
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 _HOME = "torch.distributed.checkpoint.metadata."
@@ -242,7 +242,7 @@ def _of_files(folder: _Folder, unnamed: list[str]) -> Iterator[Problem]:
                 yield Problem("G704", name, f"overlaps {plain(last)} in {plain(file)}: bytes belong to both")
             reached, last = max((reached, last), (end, name))
     for file, size in folder.sizes.items():
-        if file.endswith(".distcp") and file not in folder.used and size:
+        if file.endswith(PIECES) and file not in folder.used and size:
             yield Problem("G705", file, f"the metadata place no tensor in its {size} bytes")
 
 

@@ -238,8 +238,8 @@ def is_blown_up(tensor: Tensor) -> bool:
 
 LONG = 32  # inputs, and positions of a kernel, above which a tensor of three dimensions is rather a stack of matrices
 LARGEST_EXPANDED = 1 << 24  # entries up to which a tensor may repeat those that it stores
-PACKED = {torch.uint8, torch.int8, torch.int32, torch.uint32}
-INTEGERS = {*PACKED, torch.int16, torch.int64, torch.uint16, torch.uint64}
+PACKED = {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.uint32}
+INTEGERS = {*PACKED, torch.int64, torch.uint64}
 
 
 @dataclass(frozen=True)

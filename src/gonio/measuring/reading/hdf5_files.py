@@ -35,6 +35,7 @@ _LARGEST_CONFIG = 1 << 26  # bytes
 _LARGEST_RATIO = 1100  # of the bytes of a dataset to those it is stored in; deflate reaches 1032
 _LARGEST_CHUNK = 1 << 24  # bytes
 _FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset"}  # of HDF5 itself
+_FILTERS |= {32000: "lzf"}  # of h5py itself
 _DEPTH = 32  # of groups, and of models in a configuration
 _WEIGHTS, _CONFIG = "model.weights.h5", "config.json"
 _CONVOLUTIONS = {f"Conv{n}D{kind}": (n, bool(kind)) for n in (1, 2, 3) for kind in ("", "Transpose")}

@@ -25,7 +25,7 @@ from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, dtype_named, wrong_size
 from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
-from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, read_tensor
+from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, link_to_nothing, read_tensor
 
 _LARGEST = 1 << 31  # bytes, of a message of protobuf
 _DTYPES = {
@@ -123,11 +123,13 @@ class _Reader(Listing):
         facts = {entry.key: entry.value for entry in tensor.external_data}
         location, size = facts.get("location", ""), prod(shape) * dtype.itemsize
         pure, home = PurePosixPath(location), self.path.parent.resolve()
-        file = (home / pure).resolve() if location and "\0" not in location else home
-        if pure.is_absolute() or ".." in pure.parts or "\\" in location or home not in file.parents:
+        file = home / pure if location and "\0" not in location else home
+        homes = {home, self.path.resolve().parent}  # in a hub's cache both are links to files of one folder
+        if pure.is_absolute() or ".." in pure.parts or "\\" in location or homes.isdisjoint(file.resolve().parents):
             return "G704", f"its values are outside the folder: {plain(location, longest=80)}", None, ""
         if not file.is_file():
-            return "G702", f"its file {plain(location, longest=80)} is missing", None, ""
+            name, link = plain(location, longest=80), link_to_nothing(file)
+            return "G702", f"its file {name} is missing" if link is None else f"its file {name}: {link}", None, ""
         offset, length = facts.get("offset", "0"), facts.get("length", str(size))
         if not all(word.isascii() and word.isdigit() and len(word) < 19 for word in (offset, length)):
             return "G704", "its offset or length is no natural number", None, ""

@@ -230,24 +230,26 @@ def _packed(
 def _table(
     graph: OperatorGraph, codes: StoredTensor, node: Any, prefix: str, facts: Mapping[str, int]
 ) -> _Scaled | None:
-    """GatherBlockQuantized: codes packed along the last dimension, or 8-bit floats, and scales of blocks."""
+    """GatherBlockQuantized: codes packed along the last dimension, of a type of 4 bits, or 8-bit floats, in blocks."""
     axis, size, bits, dims = (*(facts.get(name, at) for name, at in _DEFAULTS.items()), len(codes.shape))
     scale, zero = graph.held(node, 2, prefix), graph.held(node, 3, prefix)
-    floats = codes.dtype.startswith("float8")
+    floats, single = codes.dtype.startswith("float8"), codes.dtype in ("int4", "uint4")
     if scale is None or not -dims <= axis < dims or size < (not floats) or len(scale.shape) != dims:
         return None
     if (len(node.input) > 3 and node.input[3] and zero is None) or (floats and zero is not None):
         return None
-    if not floats and (codes.dtype != "uint8" or bits not in _BITS[node.op_type]):
+    if not floats and (bits != 4 if single else codes.dtype != "uint8" or bits not in _BITS[node.op_type]):
         return None
-    shape = codes.shape if floats else (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
+    shape = codes.shape if floats or single else (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
     axis, size = axis % dims, size or max(shape[axis], 1)
     blocks = tuple(-(-entries // size) if at == axis else entries for at, entries in enumerate(shape))
     same = [one == n or (floats and n == 1) for one, n in zip(blocks, scale.shape, strict=True)]
     if not all(same) or scale.shape[axis] != blocks[axis]:
         return None
-    how = _Scaled(scale, zero, axis, size, 0 if floats else bits, shape, scale.shape)
-    return how if floats or _fits_zeros(how) else None
+    if single and zero is not None and (zero.dtype, zero.shape) != (codes.dtype, scale.shape):
+        return None
+    how = _Scaled(scale, zero, axis, size, 0 if floats or single else bits, shape, scale.shape)
+    return how if floats or single or _fits_zeros(how) else None
 
 
 def _fits_zeros(how: _Scaled) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
-from gonio.escaping import plain
+from gonio.escaping import plain, redact
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry, dtype_named
 from gonio.measuring.reading.optimizers import OptimizerContents
 from gonio.messages import Message, are, counted, say
@@ -208,8 +210,22 @@ def intact(path: Path) -> Iterator[None]:
         raise damaged(path, error) from error
 
 
+# Of errors of the system that say nothing of the content of a file.
+_OF_SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENXIO, errno.ENODEV}
+
+
+def of_system(path: Path, error: BaseException) -> UnreadableFileError | None:
+    """The error for a file that the system does not read; None where its content is at fault."""
+    if not isinstance(error, OSError) or error.errno not in _OF_SYSTEM:
+        return None
+    do = say("Check the permissions.") if error.errno in (errno.EACCES, errno.EPERM) else say("Check the disk.")
+    return UnreadableFileError(str(path), say("the system refuses it ({why})", why=os.strerror(error.errno)), do)
+
+
 def damaged(path: Path, error: BaseException) -> UnreadableFileError:
     """The error for a file that its reader refuses, or whose content is of another kind."""
+    if (refused := of_system(path, error)) is not None:
+        return refused
     said = f"it is not an intact file of its kind ({str(error)[:300]})"
     return misnamed(path) or UnreadableFileError(str(path), said, say("Copy or download it again."))
 
@@ -295,6 +311,28 @@ def _archive(path: Path) -> tuple[str, tuple[str, ...]] | None:
     if names and all(name.endswith(".npy") for name in names):
         return say("a NumPy archive"), _ARRAYS
     return None
+
+
+# --- files that are absent --------------------------------------------------------------------------------------------
+
+
+def link_to_nothing(path: Path) -> Message | None:
+    """That a path, or a folder on the way to it, is a symbolic link to nothing, and to what; None for another path."""
+    told: dict[str, str] = {}
+    try:
+        link = next((one for one in (path, *path.parents) if one.is_symlink() and not one.exists()), None)
+        if link is None:
+            return None
+        told = {"target": plain(redact(link.readlink()), longest=200)}
+        link.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return say("it is a link to {target}, which leads back to it", **told)
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # a name that is too long, a folder that cannot be read
+            return None
+    if link is None or link == path:
+        return say("it is a link to {target}, where there is nothing", **told)
+    return say("its folder {name} is a link to {target}, where there is nothing", name=plain(link.name), **told)
 
 
 # --- values that are absent -------------------------------------------------------------------------------------------

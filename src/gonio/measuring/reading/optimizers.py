@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gonio.editing.optimizer_states import state_powers
+from gonio.editing.optimizer_states import is_joint, state_powers
 from gonio.errors import listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, clean_names
@@ -253,11 +253,12 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
     alike: dict[tuple[int, ...], list[StoredTensor]] = {}
     for weight in weights.values():
         alike.setdefault(weight.shape, []).append(weight)
-    stateful = any(found.state.values())
+    joint = {key for key, held in found.state.items() if is_joint(held)}
+    stateful = any(found.state.values()) and not joint
     for key in found.keys:
         dot = "" if not raw.place or raw.place.endswith(": ") else "."
         place = f"{raw.place}{dot}state.{plain(str(key), longest=200)}"
-        name = names.get(key, "")
+        name = "" if key in joint else names.get(key, "")
         name = name if name in weights else by_clean.get(name, "")
         held, shape = found.state.get(key) or {}, shapes.get(key)
         if not held:
@@ -266,9 +267,10 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
         told = any(held[word].shape == shape for word in state_powers(held) if isinstance(held[word], StoredTensor))
         unknown, wrong = "" if name else _why_unknown(named, in_order), ""
         unknown = unknown if weights else say("no weights are beside it")
+        unknown = say("one state for all parameters of its optimizer") if key in joint else unknown
         if raw.groups and key not in found.options:
             wrong = say("no parameter group of the optimizer has it")
-        elif named and not name and weights:
+        elif named and not name and weights and not joint:
             wrong = say("the model has no weight of its name")
         elif name and told and shape != weights[name].shape:
             wrong = say("its shape is {shape}, that of the weight {other}", shape=shape, other=weights[name].shape)
@@ -282,7 +284,7 @@ def _fitted(raw: Raw, weights: Mapping[str, StoredTensor], in_order: bool) -> Op
         step = options.get("step") if step is None else step
         step = step if isinstance(step, float) and 1 <= step < _MOST_STEPS else None
         made = ParameterState(place, name, _tensors(held, shape), step, options, shape or ())
-        may = (weights[name],) if name else tuple(alike.get(made.shape, ())) if not wrong else ()
+        may = (weights[name],) if name else tuple(alike.get(made.shape, ())) if not wrong and not joint else ()
         parameters.append(replace(made, weights=may, unknown=unknown))
     return OptimizerContents(tuple(parameters), tuple(without), tuple(misfits), _unjudged(parameters))
 

@@ -40,9 +40,8 @@ def open_safetensors(path: Path) -> Opened:
         UnreadableFileError: if the header does not fit the file.
     """
     with intact(path):
-        with safe_open(path, framework="np") as file:  # for torch it would map the file as writable memory
-            names = list(file.keys())
-        with path.open("rb") as raw:
+        with path.open("rb") as raw, safe_open(path, framework="np") as file:
+            names = list(file.keys())  # opened for torch, it would map the file as writable memory
             (length,) = struct.unpack("<Q", raw.read(8))
             header = json.loads(raw.read(length))
         stored, others, described = {}, [], _described(texts_of(header))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +19,7 @@ from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.hdf5_files import open_hdf5
 from gonio.measuring.reading.numpy_files import open_numpy
 from gonio.measuring.reading.onnx_files import open_onnx
-from gonio.measuring.reading.opened import Opened, Problem, packed_in
+from gonio.measuring.reading.opened import Opened, Problem, link_to_nothing, packed_in
 from gonio.measuring.reading.safetensors_files import open_safetensors
 from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
 from gonio.messages import Message, counted, say
@@ -68,8 +69,8 @@ PART = re.compile(r"(.+)-(\d+)-of-(\d+)(\.[a-z]+)")
 
 def open_shards(index: Path) -> Opened:
     """The tensors of all shards that an index names. A missing or damaged shard takes only its own tensors with it."""
-    wanted, doubled = weight_map(index)
-    shards = {shard: _shard(index.parent / shard) for shard in dict.fromkeys(wanted.values())}
+    wanted, doubled, _ = weight_map(index)
+    shards = {shard: _shard(index.parent / shard, shard) for shard in dict.fromkeys(wanted.values())}
     held = {shard: opened for shard, opened in shards.items() if isinstance(opened, Opened)}
     whole = Opened.of_parts([_placed(opened, shard, wanted) for shard, opened in held.items()])
     missing, names = [], set(whole.names)
@@ -78,11 +79,13 @@ def open_shards(index: Path) -> Opened:
             said = shards[shard]
             reason = said if isinstance(said, str) else f"the shard {plain(shard)} does not hold it"
             missing.append(TensorEntry.unread(name, reason))
-    there = {shard for shard in shards if (index.parent / shard).is_file()}
-    unread = [Problem("G701", name, said) for name, said in shards.items() if name in there and isinstance(said, str)]
+    gone = missing_in(index, shards)
+    unread = [
+        Problem("G701", name, said) for name, said in shards.items() if name not in gone and isinstance(said, str)
+    ]
     problems = [
         *unread,
-        *misplaced(wanted, doubled, {shard: _tensors(one, wanted) for shard, one in held.items()}, there),
+        *misplaced(wanted, doubled, {shard: _tensors(one, wanted) for shard, one in held.items()}, gone),
     ]
     strays = any(problem.code == "G703" for problem in problems)
     notes = (
@@ -109,26 +112,35 @@ def _tensors(opened: Opened, wanted: Collection[str]) -> list[str]:
     return [*opened.stored, *(one.name for one in opened.others if one.shape is not None or one.name in wanted)]
 
 
+def missing_in(index: Path, shards: Iterable[str]) -> dict[str, Message]:
+    """The shards that are not there; of a link to nothing, what it is."""
+    files = {shard: index.parent / shard for shard in shards}
+    return {
+        shard: link_to_nothing(file) or say("the shard is missing")
+        for shard, file in files.items()
+        if not file.is_file()
+    }
+
+
 def misplaced(
-    wanted: Mapping[str, str], doubled: Sequence[str], held: Mapping[str, Collection[str]], there: Collection[str]
+    wanted: Mapping[str, str], doubled: Sequence[str], held: Mapping[str, Collection[str]], gone: Mapping[str, Message]
 ) -> Iterator[Problem]:
     """Where an index and its shards differ: shards and tensors that are missing, tensors stored twice or not named.
 
     Args:
         wanted, doubled: as :func:`weight_map` gives them.
-        held: the names of the tensors of each shard that can be read. `there`: the shards that exist.
+        held: the names of the tensors of each shard that can be read. `gone`: as :func:`missing_in` gives it.
     """
     for shard, count in Counter(wanted.values()).items():
-        if shard not in there:
-            tensors = counted(count, "tensor")
-            said = say("the shard is missing; the index places {tensors} in it", tensors=tensors)
-            yield Problem("G702", shard, said)
+        if shard in gone:
+            told = {"tensors": counted(count, "tensor"), "why": gone[shard]}
+            yield Problem("G702", shard, say("{why}; the index places {tensors} in it", **told))
     places: dict[str, list[str]] = {}
     for shard, names in held.items():
         for name in names:
             places.setdefault(name, []).append(plain(shard))
     for name, shard in wanted.items():
-        if shard in there and shard in held and name not in held[shard]:
+        if shard in held and shard not in gone and name not in held[shard]:
             instead = say("; {file} holds it", file=places[name][0]) if name in places else ""
             said = say(
                 "not in {shard_name}, where the index places it{instead}", shard_name=plain(shard), instead=instead
@@ -144,34 +156,55 @@ def misplaced(
             yield Problem("G703", name, say("in {seen}, but not in the index", seen=seen[0]))
 
 
-def _shard(path: Path) -> Opened | str:
+def _shard(path: Path, name: str) -> Opened | str:
     """What a shard holds, or the reason why there is nothing."""
     if not path.is_file():
-        return f"its shard {plain(path.name)} is missing"
+        return f"its shard {plain(name)} is missing"
     try:
         opened = open_single(path)
         if opened.refusal is not None:
             raise opened.refusal
         return opened
     except GonioError as error:
-        return f"its shard {plain(path.name)} cannot be read: {error}"
+        return f"its shard {plain(name)} cannot be read: {error}"
 
 
-def weight_map(index: Path) -> tuple[dict[str, str], list[str]]:
-    """Tensor → shard, and the names that occur twice in the index."""
+def weight_map(index: Path) -> tuple[dict[str, str], list[str], int | None]:
+    """Tensor → shard, the names that occur twice in the index, and the bytes of all tensors where it states them."""
     if index.stat().st_size > LARGEST_INDEX:
         raise UnreadableFileError(str(index), f"it is larger than {LARGEST_INDEX} bytes", "It is no index.")
     try:
         content, doubled = parsed(index.read_text(encoding="utf-8"))
         placed = {str(name): str(shard) for name, shard in content["weight_map"].items()}
+        stated = content["metadata"].get("total_size") if isinstance(content.get("metadata"), dict) else None
     except Exception as error:
         said = f"it is not an index with a weight_map ({str(error)[:300]})"
         raise UnreadableFileError(str(index), said, "Name the shards one by one.") from error
     for shard in set(placed.values()):
-        if PurePosixPath(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
-            said = f"it names a file outside its folder: {shorten(repr(shard))}"
-            raise UnreadableFileError(str(index), said, "Shards lie beside their index.")
-    return placed, [name for name in doubled if name in placed]
+        if said := _elsewhere(index, shard):
+            do = "Shards lie beside their index, or in folders there."
+            raise UnreadableFileError(str(index), f"{said}: {shorten(repr(shard))}", do)
+    size = int(stated) if isinstance(stated, (int, float)) and isfinite(stated) else None
+    return placed, [name for name in doubled if name in placed], size
+
+
+def _elsewhere(index: Path, shard: str) -> str:
+    """Why the name of a shard is not that of a file in the folder of its index; empty if it is.
+
+    The file itself may be a link, as in the caches of hubs; a folder on the way to it that leads elsewhere is none.
+    """
+    path = PurePosixPath(shard)
+    if not path.parts or "\\" in shard or "\0" in shard:
+        return "it names a shard by what is no path of a file"
+    if path.is_absolute() or ".." in path.parts:
+        return "it names a file outside its folder"
+    if len(path.parts) == 1:
+        return ""
+    try:
+        inside = (index.parent / path).parent.resolve().is_relative_to(index.parent.resolve())
+    except (OSError, RuntimeError):  # a name that is too long, links in a circle
+        return "it names a shard by what is no path of a file"
+    return "" if inside else "it names a file outside its folder, by a link"
 
 
 def parsed(text: str | bytes) -> tuple[Any, list[str]]:
@@ -190,8 +223,8 @@ def open_parts(files: list[Path]) -> Opened:
     parts: list[Opened] = []
     notes = ["the parts have no index: what is missing cannot be told"]
     times: Counter[str] = Counter()
-    for file in files:
-        opened = _shard(file)
+    for file in filter(Path.is_file, files):
+        opened = _shard(file, file.name)
         if isinstance(opened, str):
             raise UnreadableFileError(str(file), opened, "Copy or download it again.")
         twice = [plain(name) for name in opened.names if name in times]
@@ -209,8 +242,10 @@ def of_parts(files: Sequence[Path], times: Mapping[str, int]) -> Iterator[Proble
         times: in how many of them a tensor of each name is.
     """
     expected = max(int(part[3]) for file in files if (part := PART.fullmatch(file.name)))
-    if expected != len(files):
-        yield Problem("G702", "", say("{count} of {expected} parts are there", count=len(files), expected=expected))
+    there, said = [file for file in files if file.is_file()], say("it is missing")
+    if expected != len(there):
+        yield Problem("G702", "", say("{count} of {expected} parts are there", count=len(there), expected=expected))
+    yield from (Problem("G702", file.name, link_to_nothing(file) or said) for file in files if file not in there)
     yield from (Problem("G703", name, say("stored in {n} files", n=n)) for name, n in times.items() if n > 1)
 
 

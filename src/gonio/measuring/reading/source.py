@@ -32,7 +32,7 @@ from gonio.measuring.reading.adapters import (
 )
 from gonio.measuring.reading.configurations import CONFIGURATIONS, Configurations
 from gonio.measuring.reading.deepspeed_files import is_universal, is_zero, open_universal, open_zero
-from gonio.measuring.reading.distributed import is_distributed, open_distributed
+from gonio.measuring.reading.distributed import METADATA, PIECES, is_distributed, open_distributed
 from gonio.measuring.reading.entry import (
     AS_STORED,
     EMBEDDING,
@@ -57,7 +57,7 @@ from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, Stor
 from gonio.measuring.reading.hqq_files import open_layers
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.opened import Opened, Problem, without_values
+from gonio.measuring.reading.opened import Opened, Problem, link_to_nothing, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import (
@@ -90,6 +90,9 @@ _PATTERNS = (
     *("*.bin.index.json", "*.bin.index.*.json", "*.bin", "*.pt", "*.pth"),
     *(f"*{suffix}" for suffix in OTHERS if suffix != ".safetensors"),
 )
+
+
+_LEVELS = 3  # of folders in which models are looked for, as `snapshots/COMMIT` in a hub's cache
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ def _entries(stored: StoredTensors, beside: Configurations, of_adapters: set[str
     suspects = [name for name, t in plainly.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
     weights = (
         {part: one for one in stored_weights(suspects, stored, beside.quantisation) for part in one.parts}
-        if suspects
+        if suspects or beside.quantisation
         else {}
     )
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
@@ -333,18 +336,20 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, C
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    opened = open_file(files[0], key) if len(files) == 1 else open_parts(files)
+    parts = len(files) > 1 and any(map(Path.is_file, files))
+    opened = open_parts(files) if parts else open_file(files[0], key)
     if path.is_dir() and files[0] != path:
         opened, states = _with_optimizer(opened, path, files)
-        opened = replace(opened, notes=(*opened.notes, *left_out(path, [f for f in others if f not in states])))
+        opened = replace(opened, notes=(*opened.notes, *left_out(path, [f for f in others if f not in states], files)))
     if not path.is_dir():
         opened = replace(opened, notes=(*opened.notes, *of_one_part(path)))
     return opened, Configurations.in_folder(path if path.is_dir() else path.parent)
 
 
-def left_out(folder: Path, others: Iterable[Path]) -> tuple[Message, ...]:
+def left_out(folder: Path, others: Iterable[Path], model: Iterable[Path]) -> tuple[Message, ...]:
     """A note on other files beside the model of a folder, and one on folders that have models of their own."""
-    files, folders = [plain(file.name) for file in others], folders_with_models(folder)
+    shards = {folder / shard for shard in _shards_of(model)}
+    files, folders = [plain(file.name) for file in others], folders_with_models(folder, without=shards)
     notes = [say("not read: {names}", names=listing(files, limit=4))] if files else []
     notes += [say("not read: models in the folders {names}", names=listing(folders, limit=4))] if folders else []
     return tuple(notes)
@@ -397,8 +402,10 @@ def _without_ending(path: Path, beside: Iterable[str]) -> list[str]:
 
 
 def nearly_a_file(path: Path) -> bool:
-    """Whether the path lacks only its ending, or is a pattern of files: then :func:`absent` names them."""
-    return bool(_matched(path) or _without_ending(path, (file.name for file in islice(path.parent.glob("*"), 10_000))))
+    """Whether a path lacks only its ending, is a pattern of files, or a link to nothing: :func:`absent` says which."""
+    if _matched(path) or link_to_nothing(path):
+        return True
+    return bool(_without_ending(path, (file.name for file in islice(path.parent.glob("*"), 10_000))))
 
 
 def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
@@ -412,6 +419,9 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
         return missing("In Python pass the model itself; FILE.py:NAME is a word of the command line.")
     if path.exists() and not path.is_file() and not path.is_dir():
         return UnreadableFileError(str(path), "it is a pipe or a device", "Copy its content to a file.")
+    if link := link_to_nothing(path):
+        do = say("Copy or download the file again; in a hub's cache links lead to the folder blobs.")
+        return UnreadableFileError(str(path), link, do)
     if word.startswith("~") and (home := path.expanduser()).exists():
         return missing(say("The shell replaces ~ only outside quotation marks. Write {path}.", path=str(home)))
     if matched := _matched(path):
@@ -477,11 +487,17 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _beside(every: Iterable[Path], model: Collection[Path]) -> list[Path]:
     """The files of known kinds that are neither the model nor a shard that its index names."""
+    shards = _shards_of(model)
+    return [file for file in every if file not in model and file.name not in shards]
+
+
+def _shards_of(model: Iterable[Path]) -> set[str]:
+    """The names of the shards of a model that is stored by an index."""
     shards: set[str] = set()
     for index in filter(is_index, model):
         with suppress(GonioError):  # whoever reads the index says what is wrong with it
             shards |= {*weight_map(index)[0].values()}
-    return [file for file in every if file not in model and file.name not in shards]
+    return shards
 
 
 def files_read(source: Source) -> Iterator[tuple[str, Path]]:
@@ -508,9 +524,14 @@ def files_read(source: Source) -> Iterator[tuple[str, Path]]:
 
 def _no_checkpoint(folder: Path) -> UnreadableFileError:
     """The error for a folder without a model of its own; it names its folders that may have one, or what is in it."""
-    if held := folders_with_models(folder):
-        what = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
-        return UnreadableFileError(str(folder), what, "Name one of them.")
+    if any(folder.glob(f"*{PIECES}")) and not (folder / METADATA).exists():
+        what = say(
+            "it holds pieces of torch.distributed.checkpoint without {name}, which is written last", name=METADATA
+        )
+        return UnreadableFileError(str(folder), what, say("Save or copy it again."))
+    if held := folders_with_models(folder, levels=_LEVELS):
+        found = f"it holds no checkpoint, but its folders do: {listing(held, limit=8)}"
+        return UnreadableFileError(str(folder), found, "Name one of them.")
     there = sorted(plain(one.name) for one in islice(folder.iterdir(), 10_000))
     if not there:
         return UnreadableFileError(str(folder), say("it is empty"), "Name a .safetensors or .pt file.")
@@ -518,11 +539,19 @@ def _no_checkpoint(folder: Path) -> UnreadableFileError:
     return UnreadableFileError(str(folder), what, say("Known kinds: {kinds}.", kinds=", ".join(KINDS)))
 
 
-def folders_with_models(folder: Path) -> list[str]:
-    """The names of the folders in a folder that may hold a model."""
-    within = (one for one in sorted(islice(folder.iterdir(), 10_000)) if one.is_dir())
-    return [
-        plain(one.name)
-        for one in within
-        if is_whole(one) or any(file.suffix in _MODELS for file in islice(one.iterdir(), 1000))
-    ]
+def folders_with_models(folder: Path, *, without: Collection[Path] = (), levels: int = 1) -> list[str]:
+    """The names of the folders in a folder that may hold a model, or of those in these.
+
+    Args:
+        without: files that are known to be of another model. `levels`: of folders; below one that holds a model none.
+    """
+    found = []
+    for one in sorted(islice(folder.iterdir(), 10_000)):
+        if not one.is_dir() or not os.access(one, os.R_OK | os.X_OK):
+            continue
+        files = (file for file in islice(one.iterdir(), 1000) if file.suffix in _MODELS)
+        if is_whole(one) or any(file not in without for file in files):
+            found.append(plain(one.name))
+        elif levels > 1 and not one.is_symlink():
+            found += [f"{plain(one.name)}/{name}" for name in folders_with_models(one, levels=levels - 1)]
+    return found

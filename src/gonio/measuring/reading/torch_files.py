@@ -18,7 +18,7 @@ from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import StoredTensor, is_blown_up, stored_entries
 from gonio.measuring.reading.hqq_files import open_layers
-from gonio.measuring.reading.opened import TORCH, Opened, intact, misnamed
+from gonio.measuring.reading.opened import TORCH, Opened, damaged, intact, misnamed
 from gonio.measuring.reading.optimizers import Raw, fitted, optimizers_in
 from gonio.measuring.reading.pickles import (
     OF_SETTINGS,
@@ -41,6 +41,7 @@ _OPCODE = "Unsupported operand"  # in errors of torch's reader: of a protocol of
 _PARTS_OF_A_PROCESS = "must be imported to load DTensors"  # in errors of torch's reader
 MOST_FILES = 64  # beside a model, in which the state of an optimizer is looked for
 _DEPTH = 64  # of containers in which objects that are not read are looked for
+_DIVIDED = "tensor_model_parallel_size"  # of the settings that Megatron stores
 REMAP = 256 << 20  # bytes of tensors after which a checkpoint is mapped again
 
 
@@ -95,7 +96,8 @@ def open_torch(path: Path, key: str = "") -> Opened:
     at, prefix = found.at, found.prefix  # the reader must not hold what was found: it would keep the first map
     opened = open_state(found, raw, lambda name: mapped.read((*at, f"{prefix}{name}" if prefix else name)))
     notes = [say("not read: objects of {names}", names=listing(classes, limit=3))] if classes else []
-    return replace(opened, notes=(*opened.notes, *notes, *of_module(found.whole)))
+    notes += [*of_module(found.whole), *of_parallel(mapped.content)]
+    return replace(opened, notes=(*opened.notes, *notes))
 
 
 def of_module(state: Any) -> tuple[Message, ...]:
@@ -103,6 +105,19 @@ def of_module(state: Any) -> tuple[Message, ...]:
     if not isinstance(state, ModuleState):
         return ()
     return (say("an object of {name} is read as its parameters and buffers, without its code", name=plain(state.name)),)
+
+
+def of_parallel(content: Any) -> tuple[Message, ...]:
+    """That a file may hold parts of layers, by the setting that Megatron stores beside them; none for another one."""
+    for name, value in leaves(content, _DEPTH):
+        held = value.state if isinstance(value, Record) and isinstance(value.state, dict) else {}  # argparse.Namespace
+        place, number = (f"{name}.{_DIVIDED}", held.get(_DIVIDED)) if held else (name, value)
+        if place.rpartition(".")[2] == _DIVIDED and type(number) is int and number > 1:
+            told = {"name": plain(place, longest=80), "n": number}
+            return (
+                say("its training divided layers over {n} processes ({name}): they may be parts of layers", **told),
+            )
+    return ()
 
 
 def load_torch(path: Path) -> Any:
@@ -185,6 +200,7 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected pickle protocol")  # of another program: refused below
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own, of its quantised tensors
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile pickle provokes almost any of them
         other = error
@@ -196,7 +212,7 @@ def _unpickled(path: Path, *, mapped: bool) -> Any:
         try:
             why = _why_not(path, error, other)
         except OSError as refused:
-            why = f"the system refuses it ({refused.strerror})", "Check the permissions."
+            raise damaged(path, refused) from error
         raise (misnamed(path) or UnreadableFileError(str(path), *why)) from error
 
 

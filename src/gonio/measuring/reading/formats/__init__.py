@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gonio.errors import GonioError
 from gonio.measuring.reading.entry import EIGHT_BITS, StoredTensor, dtype_named
 from gonio.measuring.reading.overrides import Overrides
 from gonio.messages import Message, say
@@ -152,10 +154,61 @@ def stored_weights(suspects: Iterable[str], stored: StoredTensors, config: Mappi
             refusal = refusal or refusal_of(settings)
             refused = StoredWeight(found.name, found.parts, None, refusal, found.matrices, found.kind)
             made.append(refused if refusal and known.quantised else found)
+    made += _packed_otherwise(tensors, made, overrides)
     for name in _bare(suspects, stored, made):
         floats = computed(plain_floats, stored[name], shape=stored[name].shape)
         made.append(StoredWeight(name, (name,), floats, EIGHT_BITS, kind=BARE))
     return sorted(made, key=lambda weight: weight.stored is not None)
+
+
+# --- of other quantisations -------------------------------------------------------------------------------------------
+
+
+def _packed_otherwise(
+    tensors: FileTensors, weights: Iterable[StoredWeight], overrides: Overrides
+) -> Iterator[StoredWeight]:
+    """The layers with codes in a file whose configuration names a quantisation that is not read.
+
+    What lies beside the codes, or in layers inside of theirs that hold none, are tables, scales or orders of them and
+    no weights. A layer with a plain weight has whole numbers of another kind.
+    """
+    used = {part for weight in weights for part in weight.parts}
+    refusals: dict[int, str] = {}
+    for path, layer in tensors.layers.items():
+        settings, other = overrides.of(path)
+        refusal = "" if other else refusals.setdefault(id(settings), refusal_of(settings))
+        keys = {last: f"{path}.{last}".lstrip(".") for last in layer}
+        weight = layer.get("weight")
+        if not refusal or not used.isdisjoint(keys.values()) or (weight and weight.floating and len(weight.shape) > 1):
+            continue
+        codes = [last for last, tensor in layer.items() if _may_be_codes(tensor)]
+        if not codes:
+            continue
+        first = "weight" if "weight" in codes else codes[0]
+        beside = [key for last, key in keys.items() if last not in (first, "bias") and layer[last].entries]
+        parts = (keys[first], *beside, *_tables_of(path, tensors, used))
+        yield StoredWeight(f"{path}.weight".lstrip("."), parts, None, refusal)
+
+
+def _may_be_codes(tensor: StoredTensor) -> bool:
+    """Whether whole numbers may be packed codes, and are neither a counter nor places in a sequence or a table."""
+    if not tensor.dtype.startswith(("int", "uint")) or tensor.entries < 2:
+        return False
+    if tensor.dtype != "int64":
+        return True
+    try:
+        values = tensor.load()
+        return bool(int(values.min()) < 0 or int(values.max()) >= tensor.entries)
+    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
+        return False
+
+
+def _tables_of(path: str, tensors: FileTensors, used: AbstractSet[str]) -> list[str]:
+    """The tensors of layers inside of one with codes; none where such a layer has codes or layers itself."""
+    inner = tensors.inside.get(path, ()) if path else ()
+    held = [f"{one}.{last}" for one in inner for last in tensors.layers[one]]
+    plain = all(one.rpartition(".")[0] == path for one in inner) and used.isdisjoint(held)
+    return held if plain and not any(tensors[key].dtype.startswith(("int", "uint")) for key in held) else []
 
 
 # --- without a scale --------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from gonio.measuring.reading.formats.bitsandbytes import halves
 
 BLOCK = 128  # rows and columns of a block where neither the shapes nor the configuration tell
 LARGEST_BLOCK = 1 << 20
-SCALES = ("{n}_scale_inv", "{n}_scale", "{n}.scale", "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
-_OF_WEIGHTS = SCALES[:3]  # which have the whole key of a weight
+_OF_WEIGHTS = ("{n}_scale_inv", "{n}_scale", "{n}.scale")  # which have the whole key of a weight
+SCALES = (*_OF_WEIGHTS, "{p}scale_{l}", "{p}scale_inv", "{p}scales", "{p}scale")
 ZEROS = ("{n}_zero_point", "{n}.zero_point", "{p}zero_point")
 # The ends of the codes' keys of tensor subclasses that a file stores by their parts: of quanto, of torchao.
 _INNER, _CODES = "._data", "_qdata"
