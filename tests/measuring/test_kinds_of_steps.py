@@ -167,3 +167,36 @@ def test_a_weight_whose_parameters_several_optimizers_step_is_named(apart: bool)
     with pytest.warns(gonio.errors.GonioWarning, match="Tracker: 0: several optimizers step parameters of its weight"):
         tracker = gonio.Tracker(model, optimizer=optimizers)
     assert [*tracker.left_out] == ["0"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_gradient_is_that_which_hooks_of_the_optimizer_leave(nested: bool) -> None:
+    class Nested(torch.optim.SGD):  # torch calls the optimizer's hooks twice
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.mul_(3.0)
+            return super().step(closure)
+
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = (Nested if nested else torch.optim.SGD)(model.parameters(), lr=0.1)
+
+    def clip(_: Any, args: Any, named: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training", also=("gradient",))
+    handle = optimizer.register_step_pre_hook(clip)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().sum().backward()
+        before = {path: model.get_submodule(path).weight.detach().clone() for path in "02"}
+        optimizer.step()
+        for row in tracker.rows[2 * step :]:
+            update = float((model.get_submodule(row["layer"]).weight.detach() - before[row["layer"]]).norm())
+            assert row["gradient_norm"] <= 0.01 * (1 + 1e-5)
+            if not nested:
+                assert row["gradient_norm"] == pytest.approx(update / 0.1, rel=1e-4)
+    handle.remove()
+    tracker.undo_()
+    assert not optimizer._optimizer_step_pre_hooks, "no hook is left"

@@ -197,6 +197,8 @@ class Tracker:
         self._counts = dict.fromkeys(map(id, optimizers), 0)
         self._skipped: dict[int, int | Tensor] = dict.fromkeys(self._counts, 0)  # of these counts, not yet taken off
         self._pause, self._began = pause, dict.fromkeys(self._counts, -inf)
+        self._last_hooks: dict[int, Callable[[], None]] = {}  # by which gradients are read: how they are removed
+        self._unread = set[int]()  # whose gradients are to be read in this step
         self._due, self._open = set[int](), set[int]()  # whose step is measured; whose step has begun
         self._failed, self._gather = False, gather
         self._lacking: set[int] = set()  # loggers whose first error was reported
@@ -330,7 +332,7 @@ class Tracker:
 
     def undo_(self) -> None:
         """Remove the hooks by which steps of the optimizer are measured; rows stay. Warns if nothing was recorded."""
-        for end in self._ends:
+        for end in (*self._ends, *self._last_hooks.values()):
             end()
         if self._attention is not None:
             self._attention.end_()
@@ -435,11 +437,24 @@ class Tracker:
             self.training.copy(entries, optimizer)
 
     def _before(self, optimizer: Optimizer) -> None:
-        if self.training is not None and id(optimizer) in self._due:
+        """Read gradients when the optimizer's own hooks have run, such as one that clips: torch calls them later."""
+        if self.training is not None and self.training.reads_gradients and id(optimizer) in self._due:
+            self._forget_hook(optimizer)  # of a step that an exception ended
+            self._unread.add(id(optimizer))
+            act = partial(_shielded, weakref.ref(self), Tracker._keep_gradients)
+            self._last_hooks[id(optimizer)] = optimizer.register_step_pre_hook(lambda each, *_: act(each)).remove
+
+    def _keep_gradients(self, optimizer: Optimizer) -> None:
+        if self.training is not None and id(optimizer) in self._unread:
+            self._unread.discard(id(optimizer))  # a step that calls that of its base class calls hooks twice
             self.training.keep_gradients(optimizer)
+
+    def _forget_hook(self, optimizer: Optimizer) -> None:
+        self._last_hooks.pop(id(optimizer), _nothing)()
 
     def _end(self, optimizer: Optimizer) -> None:
         self._open.discard(id(optimizer))
+        self._forget_hook(optimizer)
         self._step = self._measured = self._counts[id(optimizer)]
         if self.training is not None and id(optimizer) in self._due:
             taken = self.training.take(optimizer, self._step)
@@ -555,6 +570,10 @@ def _drawers(loggers: Sequence[Any], figures: str) -> list[SendHistograms]:
         do = "Pass a SummaryWriter of TensorBoard or a run of W&B, and figures='all'."
         raise InvalidArgumentError("Tracker(histograms=True) sends norms and angles to a logger", given, do)
     return found
+
+
+def _nothing() -> None:
+    """In the place of the removal of a hook."""
 
 
 def _first() -> bool:

@@ -150,13 +150,18 @@ class StepFigures:
                 if entry.path not in self._initial:
                     self._initial[entry.path] = local(weight).to("cpu", copy=True)
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether norms of gradients are asked for."""
+        return "gradient" in self._also
+
     @torch.no_grad()
     def keep_gradients(self, optimizer: Optimizer, *, at_end: bool = False) -> None:
         """Of the gradients of copied weights the squares of this process's shard, without a scaler's factor.
 
         Those of a closure are known at the end of the step; others at its start, because some optimizers change them.
         """
-        if "gradient" not in self._also or computes_gradients(optimizer) is not at_end:
+        if not self.reads_gradients or computes_gradients(optimizer) is not at_end:
             return
         parameters = self._parameters()
         scale = getattr(optimizer, "grad_scale", None)  # left by torch's scaler to a fused optimizer while it steps
