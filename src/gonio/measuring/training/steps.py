@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import atan, degrees, isfinite
 from typing import Any, Literal, get_args
@@ -239,15 +239,16 @@ class StepFigures:
         if "state" not in self._also:
             return {}
         held = optimizer.state.get(parameter, {})
-        tensors = {
-            n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape == parameter.shape and n != "step"
-        }
+        same = {n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape == parameter.shape and n != "step"}
+        tensors = {name: plain for name, t in same.items() if (plain := _plain(local(t))) is not None}
         options = options_of(group)
         moments = Moments.of(tensors, options)
+        if any(type(local(same[name])) is not type(tensor) for name, tensor in tensors.items()):
+            moments = replace(moments, other="codes")  # small numbers were rounded to 0, so the two are not compared
         if not (moments.first or moments.second):
             return {}
         step = number(held.get("step", options.get("step")))
-        sums = total.add(parameter, state_sums(moments, {name: local(t) for name, t in tensors.items()}, step))
+        sums = total.add(parameter, state_sums(moments, tensors, step))
         self._states[entry.path] = _State(entry, moments, step, parameter.numel(), sums)
         return {"state": sums}
 
@@ -324,6 +325,17 @@ class StepFigures:
             return [] if entry.load is None else _leaves_of(entry.load)
 
         return parameters
+
+
+def _plain(state: Any) -> Tensor | None:
+    """The numbers of a tensor of an optimizer's state, dequantised; None of a class that does not give them."""
+    if type(state) in (Tensor, nn.Parameter):
+        return state
+    try:
+        made = state.dequantize()
+    except Exception:  # of another library
+        return None
+    return made if type(made) is Tensor and made.shape == state.shape else None
 
 
 def _leaves_of(load: Callable[[], Any]) -> list[Tensor]:
