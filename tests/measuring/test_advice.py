@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -61,6 +62,21 @@ def decaying(model: nn.Module, *, weight_decay: float = 1e-4) -> dict[str, Any]:
     return {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=weight_decay)}
 
 
+def sgd_of(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def replaced_head() -> Setup:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = sgd_of(model)
+    model[2] = nn.Linear(8, 3)
+    return model, {"optimizer": optimizer}
+
+
+def frozen_layer(layer: nn.Module) -> nn.Module:
+    return copy.deepcopy(layer).requires_grad_(False)
+
+
 def frozen(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -93,6 +109,7 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
     sync = convolutions(nn.SyncBatchNorm)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
     checkpointed = nn.Sequential(checkpoint_wrapper(convolutions(nn.BatchNorm2d)))
+    half = nn.Linear(6, 2).bfloat16()
     return {
         "G401": (
             [(batch_norms, {"loader": loader_of(100, 7)}), (sync, {"loader": loader_of(100, 2)})],
@@ -202,6 +219,16 @@ def cases() -> dict[str, tuple[list[Setup], list[Setup]]]:
                 (nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)), {"batch": seeded(8, 6)}),
             ],
         ),
+        "G418": (
+            [(nn.Linear(6, 2), {"optimizer": sgd_of(nn.Linear(6, 2))}), replaced_head()],
+            [
+                (plain, decaying(plain)),
+                (plain, {}),
+                (plain[0], decaying(plain)),
+                (frozen_layer(nn.Linear(6, 2)), {"optimizer": sgd_of(nn.Linear(6, 2))}),
+                (half, {"optimizer": sgd_of(copy.deepcopy(half).float())}),  # a copy that is trained
+            ],
+        ),
         "G417": (
             [(Applied(torch.log), {"batch": seeded(64, 6)}), (chain(None), {"batch": seeded(64, 6) / 0})],
             [
@@ -300,6 +327,17 @@ def test_a_rule_on_heads_finds_its_cases_and_not_those_beside_them(code: str) ->
         "G414": "3 of 4 heads attend to one",
     }
     assert re.match(said[code], one.found)
+
+
+def test_an_optimizer_of_a_part_of_the_model_is_a_remark() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    (one,) = [f for f in measure(model, optimizer=sgd_of(model[2])).findings if f.code == "G418"]
+    said = "2 parameters of the model that require a gradient are not in the optimizer: 0.weight, 0.bias"
+    assert (one.level, one.found) == ("info", said)
+    setup, options = replaced_head()
+    (one,) = [f for f in measure(setup, **options).findings if f.code == "G418"]
+    said = "2 parameters of the model that require a gradient are not in the optimizer: 2.weight, 2.bias; the optimizer"
+    assert (one.level, one.found) == ("warn", f"{said} has 2 parameters of no layer")
 
 
 def zeroed(model: nn.Sequential, layer: int | None) -> nn.Sequential:

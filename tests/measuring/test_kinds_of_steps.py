@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gonio
 from gonio.measuring.training.steps import Also
@@ -167,3 +167,137 @@ def test_a_weight_whose_parameters_several_optimizers_step_is_named(apart: bool)
     with pytest.warns(gonio.errors.GonioWarning, match="Tracker: 0: several optimizers step parameters of its weight"):
         tracker = gonio.Tracker(model, optimizer=optimizers)
     assert [*tracker.left_out] == ["0"]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_gradient_is_that_which_hooks_of_the_optimizer_leave(nested: bool) -> None:
+    class Nested(torch.optim.SGD):  # torch calls the optimizer's hooks twice
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.mul_(3.0)
+            return super().step(closure)
+
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = (Nested if nested else torch.optim.SGD)(model.parameters(), lr=0.1)
+
+    def clip(_: Any, args: Any, named: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training", also=("gradient",))
+    handle = optimizer.register_step_pre_hook(clip)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().sum().backward()
+        before = {path: model.get_submodule(path).weight.detach().clone() for path in "02"}
+        optimizer.step()
+        for row in tracker.rows[2 * step :]:
+            update = float((model.get_submodule(row["layer"]).weight.detach() - before[row["layer"]]).norm())
+            assert row["gradient_norm"] <= 0.01 * (1 + 1e-5)
+            if not nested:
+                assert row["gradient_norm"] == pytest.approx(update / 0.1, rel=1e-4)
+    handle.remove()
+    tracker.undo_()
+    assert not optimizer._optimizer_step_pre_hooks, "no hook is left"
+
+
+class Codes(Tensor):
+    """A state in codes, as 8-bit optimizers have it: operations of torch are refused."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Codes:
+        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
+        made.values_, made.readable = values, True
+        return made
+
+    def dequantize(self) -> Tensor:
+        if not self.readable:
+            raise NotImplementedError
+        return self.values_
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} of codes")
+
+
+class Coded(torch.optim.AdamW):
+    """Keeps its moments as codes between steps."""
+
+    readable, rounds = True, False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            state.update({n: t.values_ for n, t in state.items() if isinstance(t, Codes)})
+        torch.optim.AdamW.step.__wrapped__(self)
+        for state in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                v = state[name]
+                state[name] = Codes(v * (v > v.mean()) if name == "exp_avg_sq" and self.rounds else v)
+                state[name].readable = self.readable
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_states_in_codes_are_dequantised_or_left_out(readable: bool) -> None:
+    rows = []
+    for kind in (torch.optim.AdamW, Coded):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = kind(model.parameters(), lr=0.01)
+        optimizer.readable = readable
+        tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training", also=("state",))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(8, 6)).square().sum().backward()
+            optimizer.step()
+        rows.append(tracker.rows)
+    plain, coded = rows
+    assert len(plain) == len(coded) == 6
+    assert all(("gradient_rms" in row) is readable for row in coded)
+    for a, b in zip(plain, coded, strict=True):
+        assert all(b[name] == pytest.approx(value) for name, value in a.items() if name in b and name != "layer")
+
+
+def test_moments_whose_small_numbers_were_rounded_are_not_compared() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = Coded(model.parameters(), lr=0.01)
+    optimizer.rounds = True
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training", also=("state",))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().sum().backward()
+        optimizer.step()
+    assert len(tracker.rows) == 3
+    assert [one.code for _, one in tracker.findings if one.code == "G804"] == []
+
+
+class Turned(torch.optim.Optimizer):
+    """As SOAP: the first moment is of the gradient, the second of the gradient in another basis."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "precondition_frequency": 10})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["basis"] = torch.linalg.qr(torch.randn(len(p), len(p)))[0]
+            state["step"] += 1
+            state["exp_avg"].lerp_(p.grad, 0.1)
+            state["exp_avg_sq"].lerp_((state["basis"] @ p.grad).square(), 0.01)
+            p.add_(state["exp_avg"], alpha=-0.001)
+
+
+def test_moments_of_different_numbers_are_not_compared() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(20, 30, bias=False)
+    optimizer = Turned(model.parameters())
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training", also=("state",))
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).relu().square().sum().backward()
+        optimizer.step()
+    assert [one.code for _, one in tracker.findings if one.code == "G804"] == []

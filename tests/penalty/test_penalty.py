@@ -357,3 +357,49 @@ def test_a_penalty_that_needs_no_call_is_silent(why: str, recwarn: pytest.Warnin
         del penalty
     _trained(other, network() if why == "other weights" else model, UNCALLED + 1, call=why == "called")
     assert [each for each in recwarn if issubclass(each.category, GonioWarning)] == []
+
+
+Use = Callable[[Penalty], Tensor | float]
+WITHOUT_EFFECT: dict[str, Use] = {
+    "a number": lambda penalty: penalty().item(),
+    "detached": lambda penalty: penalty().detach(),
+    "without gradients": torch.no_grad()(lambda penalty: penalty()),
+}
+
+
+def _with(use: Use, model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    penalty = Penalty(model, WEIGHT_RULES)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(batch()).square().mean() + use(penalty)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("use", WITHOUT_EFFECT)
+def test_a_penalty_whose_gradient_is_never_computed_warns_once(use: str) -> None:
+    with pytest.warns(GonioWarning, match="was called, but no backward pass has reached it") as said:
+        _with(WITHOUT_EFFECT[use], network(), UNCALLED + 3)
+    assert len(said) == 1
+
+
+def test_a_penalty_that_has_nothing_to_differentiate_is_silent(recwarn: pytest.WarningsRecorder) -> None:
+    frozen = network()
+    for layer in frozen:
+        layer.requires_grad_(False)
+    frozen.append(nn.Linear(5, 5).double())
+    optimizer = torch.optim.SGD(frozen.parameters(), lr=1e-3)
+    penalty = Penalty(frozen, [("4", R.L2(0.1))])
+    later = Penalty(frozen, [("5", R.L2(0.1, schedule=R.Milestones((0, 20), (0.0, 1.0))))])
+    for _ in range(UNCALLED + 1):
+        (frozen(batch()).square().mean() + penalty() + later()).backward()
+        optimizer.step()
+    _with(lambda penalty: penalty() / 4 * 2, network(), UNCALLED + 1)
+    called = Penalty(model := network(), WEIGHT_RULES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(UNCALLED + 1):
+        gradients = torch.autograd.grad(model(batch()).square().mean() + called(), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    assert [each for each in recwarn if issubclass(each.category, GonioWarning)] == []

@@ -281,6 +281,31 @@ def test_the_update_that_is_measured_is_that_of_the_whole_wrapper(wrapper: str, 
     assert again.rows == tracker.rows, "a wrapper that is given beside its optimizer counts once"
 
 
+def test_a_wrapper_whose_class_zero_grad_patches_is_reported_all_the_same() -> None:
+    class Fresh(Lookahead):  # torch patches a class once, at the first `zero_grad` of one that did not call __init__
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.inner.step(closure)
+            for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+    model = network()
+    optimizer = Fresh(sgd(model))
+    optimizer.defaults = optimizer.inner.defaults  # which zero_grad reads
+    norm = float(model[0].weight.detach().norm())
+    gonio.hold_(model, optimizer)
+    tracker = gonio.Tracker(model, optimizer=optimizer, every=1, figures="training", where="0")
+    for row in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(9, 8)).square().mean().backward()
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        assert float(model[0].weight.detach().norm()) == pytest.approx(norm, rel=1e-6), "held after the slow step"
+        update = float((model[0].weight.detach() - before).norm()) / norm
+        assert tracker.rows[row]["relative_update"] == pytest.approx(update, rel=1e-5)
+
+
 def test_a_step_that_an_exception_ends_is_not_counted() -> None:
     model = network()
     optimizer = Lookahead(sgd(model))

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gonio.editing.copies import holds_copies
 from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
-from gonio.editing.wrappers import innermost, is_reported, is_transparent, parameter_ids, real_optimizers, with_inner
+from gonio.editing.wrappers import innermost, is_transparent, parameter_ids, real_optimizers, with_inner
 from gonio.errors import InvalidArgumentError, UntrainedParametersError
 from gonio.messages import counted, say
 
@@ -62,13 +62,18 @@ class _Watches(list[_Watch]):
 
 
 def _observed_step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a wrapper's `step`: reports it where torch does not, and its end by an exception."""
-    reported = is_reported(wrapper)
+    """In the place of a wrapper's `step`: reports it where torch does not, and its end by an exception.
+
+    Whether torch does is noted on the replaced function: `zero_grad` patches the class of a wrapper that did not call
+    `Optimizer.__init__`, and so only what is called through the class.
+    """
+    plain = vars(wrapper)[_PLAIN_STEP]
+    reported = isinstance(wrapper, Optimizer) and getattr(plain, "hooked", False)
     for each in () if reported else _get(wrapper):
         if each.before is not None:
             each.before(wrapper)
     try:
-        result = vars(wrapper)[_PLAIN_STEP](*args, **kwargs)
+        result = plain(*args, **kwargs)
     except BaseException:
         for each in _get(wrapper):
             if each.failed is not None:

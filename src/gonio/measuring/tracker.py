@@ -20,13 +20,16 @@ from torch.optim import Optimizer
 from gonio.editing.edit import referrer
 from gonio.editing.steps import differ, sum_of, watch
 from gonio.editing.where import asked_of, require_model
+from gonio.editing.wrappers import parameter_ids
 from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError, listing
 from gonio.execution import is_sharded, several_ranks
 from gonio.measuring.figures.attention import HeadLogits
+from gonio.measuring.figures.structure import Outside
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import Finding, findings_by
 from gonio.measuring.findings.state_rules import STATE_RULES
+from gonio.measuring.findings.step_rules import OUTSIDE_RULES, STEP_RULES
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
@@ -42,6 +45,7 @@ from gonio.surgery import Where, as_selector, sites
 
 EVERY, PAUSE = 100, 1.0  # steps, and seconds with a page, from one measurement to the next
 SEVERAL = "several optimizers step parameters of its weight, and a row has the step of one of them alone"
+OUTSIDE = "no optimizer that was given steps its parameters"
 FIGURES = ("nonfinite", *TRACKED)  # the columns of a CSV file, in this order
 
 
@@ -110,10 +114,13 @@ class Tracker:
             apply is absent: a depthwise convolution has no angles.
         heads: for "attention", each recorded step with what each head attends to.
         left_out: of each divided weight, why figures are absent; of one with parameters in several optimizers, that
-            figures of steps are those of one of them. Empty without one.
+            figures of steps are those of one of them; of one that trains, but not by the given optimizers, that it has
+            no row. Empty without one.
         findings: what the rules of :func:`gonio.measure` found in single weights, such as filters that collapse onto
             one direction, each with the step at which it was first seen; with `figures="training"` only weights that
-            are not finite, whose rows then have `nonfinite`. For "attention", also what they found in heads.
+            are not finite, whose rows then have `nonfinite`. For "attention", also what they found in heads. With an
+            optimizer also steps that are large beside the weight (G805), weights that no step turns (G807), and
+            parameters that no optimizer has (G418, at step 0).
 
     Raises:
         InvalidArgumentError: if `every` is not positive, or for an object that is not a logger or not an optimizer of
@@ -190,11 +197,14 @@ class Tracker:
         self._counts = dict.fromkeys(map(id, optimizers), 0)
         self._skipped: dict[int, int | Tensor] = dict.fromkeys(self._counts, 0)  # of these counts, not yet taken off
         self._pause, self._began = pause, dict.fromkeys(self._counts, -inf)
+        self._last_hooks: dict[int, Callable[[], None]] = {}  # by which gradients are read: how they are removed
+        self._unread = set[int]()  # whose gradients are to be read in this step
         self._due, self._open = set[int](), set[int]()  # whose step is measured; whose step has begun
         self._failed, self._gather = False, gather
         self._lacking: set[int] = set()  # loggers whose first error was reported
         self.left_out: dict[str, str] = {}
         self._name_several(optimizers)
+        self._name_outside(optimizers)
         self._ends: list[Callable[[], None]] = []
         self._optimizers = [type(each).__name__ for each in optimizers]
         refer = referrer(model)
@@ -222,6 +232,15 @@ class Tracker:
             self.left_out |= dict.fromkeys(several, SEVERAL)
             text = f"Tracker: {listing(several, limit=4)}: {SEVERAL}. Give all parameters of a layer to one optimizer."
             warnings.warn(text, GonioWarning, stacklevel=3)
+
+    def _name_outside(self, optimizers: Sequence[Optimizer]) -> None:
+        """Name weights that no optimizer steps; it is a finding where the optimizers have what the model has not."""
+        if self.training is None:
+            return
+        found = findings_by(OUTSIDE_RULES, [(Outside.of(self._model, optimizers), "")])
+        self._keep(one for one in found if one.level != "info")
+        held = set[int]().union(*map(parameter_ids, optimizers))
+        self.left_out |= dict.fromkeys(self.training.without_optimizer(self._entries(), held), OUTSIDE)
 
     def _check_selects(self) -> None:
         """Raise if `where` selects no weight that is measured."""
@@ -313,7 +332,7 @@ class Tracker:
 
     def undo_(self) -> None:
         """Remove the hooks by which steps of the optimizer are measured; rows stay. Warns if nothing was recorded."""
-        for end in self._ends:
+        for end in (*self._ends, *self._last_hooks.values()):
             end()
         if self._attention is not None:
             self._attention.end_()
@@ -418,18 +437,34 @@ class Tracker:
             self.training.copy(entries, optimizer)
 
     def _before(self, optimizer: Optimizer) -> None:
-        if self.training is not None and id(optimizer) in self._due:
+        """Read gradients when the optimizer's own hooks have run, such as one that clips: torch calls them later."""
+        if self.training is not None and self.training.reads_gradients and id(optimizer) in self._due:
+            self._forget_hook(optimizer)  # of a step that an exception ended
+            self._unread.add(id(optimizer))
+            act = partial(_shielded, weakref.ref(self), Tracker._keep_gradients)
+            self._last_hooks[id(optimizer)] = optimizer.register_step_pre_hook(lambda each, *_: act(each)).remove
+
+    def _keep_gradients(self, optimizer: Optimizer) -> None:
+        if self.training is not None and id(optimizer) in self._unread:
+            self._unread.discard(id(optimizer))  # a step that calls that of its base class calls hooks twice
             self.training.keep_gradients(optimizer)
+
+    def _forget_hook(self, optimizer: Optimizer) -> None:
+        self._last_hooks.pop(id(optimizer), _nothing)()
 
     def _end(self, optimizer: Optimizer) -> None:
         self._open.discard(id(optimizer))
+        self._forget_hook(optimizer)
         self._step = self._measured = self._counts[id(optimizer)]
         if self.training is not None and id(optimizer) in self._due:
-            taken = self.training.take(optimizer)
+            taken = self.training.take(optimizer, self._step)
             measured = self._measured_with(taken)
             found = {entry.path: measured.get(entry.path, {}) | figures for entry, figures in taken}
+            for path in [path for path in found if self.left_out.get(path) == OUTSIDE]:  # an optimizer has got it since
+                del self.left_out[path]
             states = findings_by(STATE_RULES, ((row, row.path) for row in self.training.state_rows()))
-            self._keep(one for one in states if one.level != "info")
+            of_steps = findings_by(STEP_RULES, ((facts, facts.path) for facts in self.training.judged.facts))
+            self._keep(one for one in (*states, *of_steps) if one.level != "info")
             if found:
                 self._record(self._step, self._with_attention(found))
         self._expect()
@@ -535,6 +570,10 @@ def _drawers(loggers: Sequence[Any], figures: str) -> list[SendHistograms]:
         do = "Pass a SummaryWriter of TensorBoard or a run of W&B, and figures='all'."
         raise InvalidArgumentError("Tracker(histograms=True) sends norms and angles to a logger", given, do)
     return found
+
+
+def _nothing() -> None:
+    """In the place of the removal of a hook."""
 
 
 def _first() -> bool:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from gonio.editing.where import Where, refuse_flat_shards
 from gonio.editing.wrappers import parameter_ids
 from gonio.errors import GonioWarning, InvalidArgumentError, listing
 from gonio.escaping import html_table
+from gonio.execution import ordinary_eager
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 UNCALLED = 10
-"""Steps of an optimizer after which a penalty that was never called warns."""
+"""Steps of an optimizer after which a penalty warns that was never called, or whose gradient was never computed."""
 
 
 class Penalty:
@@ -45,7 +47,8 @@ class Penalty:
     skipped as long as they are frozen. Regularizers of the scale alone skip weights in front of a normalisation layer.
     ``print(penalty)`` shows all of this.
 
-    A penalty that was not called in the first ten steps of an optimizer of its weights warns once.
+    A penalty that was not called in the first ten steps of an optimizer of its weights warns once, and so does one that
+    no backward pass has reached by then, as of ``penalty().item()`` in the loss or of a call under ``torch.no_grad()``.
 
     Under ``torch.amp.GradScaler`` the penalty is scaled with the loss that it is part of. Under gradient
     accumulation either divide the whole loss, penalty included, by the number of micro-batches (schedules and
@@ -107,6 +110,7 @@ class Penalty:
         self._differentiable = False
         self._last: list[tuple[str, float, dict[str, Tensor]]] = []
         self._undone = False
+        self._lacks_gradient, self._reached = False, False  # a call had a value to differentiate; a gradient came
         _expect_call(self)
 
     @property
@@ -144,11 +148,21 @@ class Penalty:
             total = strength * value if total is None else torch.add(total, value.to(total.device), alpha=strength)
             self._keep(term, strength, evaluation)
         self._calls += 1
-        return (
-            torch.zeros((), device=self._terms[0].weight.tensor().device, dtype=torch.float32)
-            if total is None
-            else total
-        )
+        if total is None:
+            return torch.zeros((), device=self._terms[0].weight.tensor().device, dtype=torch.float32)
+        if not self._reached:
+            self._expect_gradient(total)
+        return total
+
+    def _expect_gradient(self, total: Tensor) -> None:
+        """Note when a backward pass reaches the penalty; compiled code and function transforms are not looked at."""
+        if not ordinary_eager():
+            self._reached = True
+        elif total.requires_grad:
+            self._lacks_gradient = True
+            total.register_hook(partial(_reach, weakref.ref(self)))
+        else:  # without gradients, or all weights are frozen
+            self._lacks_gradient |= not torch.is_grad_enabled()
 
     def _due(self) -> Iterator[tuple[Term, float]]:
         """Each term with its coefficient in this call."""
@@ -180,6 +194,7 @@ class Penalty:
                 if isinstance(term, WeightTerm) and strength > 0 and not term.weight.frozen:
                     self._keep(term, strength, term.add_gradient_(strength))
         self._calls += 1
+        self._reached = True
 
     def _refuse_replaced(self) -> None:
         """Raise if the model has neither the layer of a term nor its weight any more: the term would change nothing."""
@@ -361,24 +376,33 @@ def _identities(model: nn.Module) -> tuple[int, ...]:
     return tuple(map(id, model.modules()))
 
 
+def _reach(ref: weakref.ref[Penalty], _: Tensor) -> None:
+    if (penalty := ref()) is not None:
+        penalty._reached = True
+
+
 def _expect_call(penalty: Penalty) -> None:
-    """Warn if an optimizer of the penalty's weights makes `UNCALLED` steps before the penalty is called."""
+    """Warn if an optimizer of its weights makes `UNCALLED` steps before a gradient of the penalty is computed."""
     ref, steps = weakref.ref(penalty), 0
 
     def after(optimizer: torch.optim.Optimizer) -> None:
         nonlocal steps
         alive = ref()
-        if alive is None or alive._calls or alive._undone:
+        if alive is None or alive._reached or alive._undone:
             end()
             return
         steps += bool(parameter_ids(optimizer) & {id(p) for term in alive._terms for p in term.weight.parameters()})
-        if steps == UNCALLED:
-            end()
-            text = (
-                f"Penalty: {type(optimizer).__name__} made {steps} steps with weights of this penalty, which was not "
-                "called and so had no effect. Add penalty() to the loss, or call penalty.add_grads_() before each step."
-            )
-            warnings.warn(text, GonioWarning, stacklevel=2)
+        if steps < UNCALLED:
+            return
+        end()
+        made = f"Penalty: {type(optimizer).__name__} made {steps} steps with weights of this penalty, which was"
+        do = "Add penalty() to the loss, or call penalty.add_grads_() before each step."
+        if not alive._calls:
+            warnings.warn(f"{made} not called and so had no effect. {do}", GonioWarning, stacklevel=2)
+        elif alive._lacks_gradient:
+            why = "but no backward pass has reached it, so that it had no effect"
+            do = "Add the tensor itself to the loss, without .item(), .detach() or torch.no_grad()."
+            warnings.warn(f"{made} called, {why}. {do}", GonioWarning, stacklevel=2)
 
     end = watch(None, after=after, measures=True, verb="Penalty")
 

@@ -39,6 +39,9 @@ _WIDE = ("float32", "float64")
 _SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad")
 _OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "step", "lr_scale", "betas", "lr")
 _KNOWN = {*_SWITCHES, *_OF_SCHEDULES, "eps", "weight_decay", "bias_correction", "momentum", "dampening", "nesterov"}
+# options of NAdam, of RAdam and of gonio's Muon, whose moments are Adam's although their updates differ
+_OF_SAME_MOMENTS = {"momentum_decay", "decoupled_weight_decay", "matrices", "blocks", "others_lr", "ns_coefficients"}
+_OF_SAME_MOMENTS |= {"ns_steps", "adjust_lr_fn"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,8 @@ class Moments:
         first, second: names of the averages of gradients and of their squares; "" where there is none. `under`: of the
             one below the root, which is the largest so far with AMSGrad.
         decays: of the two. `correct`: whether their bias is removed. `eps`: beside the root.
+        other: an option that no known optimizer has. Then the two may be of different numbers, as in SOAP, whose
+            squares are those of the gradient in a basis that turns.
         reason: why the update is not known.
     """
 
@@ -108,6 +113,7 @@ class Moments:
     decays: tuple[float, float] | None = None
     correct: bool = True
     eps: float = 0.0
+    other: str = ""
     reason: str = ""
 
     @classmethod
@@ -122,15 +128,17 @@ class Moments:
         decays = betas if isinstance(betas, tuple) and len(betas) == 2 and all(0 <= b < 1 for b in betas) else None
         eps = options.get("eps", 0.0)
         eps = eps if isinstance(eps, float) else 0.0
-        known = cls(first, second, under, decays, correct=bool(options.get("bias_correction", True)), eps=eps)
+        strange = _strange(options)
+        other = next((name for name in strange if name not in _OF_SAME_MOMENTS), "")
+        correct = bool(options.get("bias_correction", True))
+        known = cls(first, second, under, decays, correct=correct, eps=eps, other=other)
         return replace(known, reason=known._why(options))
 
     def _why(self, options: Mapping[str, Any]) -> str:
-        other = [name for name, value in options.items() if name not in _KNOWN and value not in (0, "")]
         if not options:
             return say("the options of its group, such as the learning rate, are not stored")
-        if other:
-            return say("the update of an optimizer with the option {name} is not known", name=other[0])
+        if strange := _strange(options):
+            return say("the update of an optimizer with the option {name} is not known", name=strange[0])
         if self.first and self.second:
             told = self.decays is not None and isinstance(options.get("eps"), float)
             return "" if told and {"amsgrad", "bias_correction"} & options.keys() else _UNKNOWN
@@ -141,7 +149,7 @@ class Moments:
 
     def bound(self, step: float | None) -> float | None:
         """B of Note [What gradients can leave behind]; None where it is not known."""
-        if not (self.first and self.second and self.decays) or step is None or not 1 <= step < 1e12:
+        if self.other or not (self.first and self.second and self.decays) or step is None or not 1 <= step < 1e12:
             return None
         b1, b2 = self.decays
         ratio = b1 * b1 / b2 if b2 else 0.0
@@ -157,6 +165,11 @@ class Moments:
 
 
 _UNKNOWN = say("the update of this optimizer is not known")
+
+
+def _strange(options: Mapping[str, Any]) -> list[str]:
+    """The options with which the update is not known."""
+    return [name for name, value in options.items() if name not in _KNOWN and value not in (0, "")]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from gonio.editing.copies import holds_copies
 from gonio.editing.twin import evaluating
 from gonio.editing.where import unwrapped
+from gonio.editing.wrappers import parameter_ids
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.execution import several_ranks
 from gonio.measuring.figures.heads import HeadMeasurement, heads_in, input_of, parameters_of, with_logits
@@ -251,11 +253,13 @@ class TrainingFacts:
     Attributes:
         batch, last: samples per batch and process, and of an epoch's last batch.
         decayed: `id` of each Parameter under weight decay.
+        optimizer: whose parameters are compared with the model's.
     """
 
     batch: int | None = None
     last: int | None = None
     decayed: frozenset[int] = frozenset()
+    optimizer: torch.optim.Optimizer | None = None
 
     @classmethod
     def of(cls, loader: Any = None, optimizer: torch.optim.Optimizer | None = None) -> TrainingFacts:
@@ -272,7 +276,7 @@ class TrainingFacts:
             raise InvalidArgumentError(asked, type(optimizer).__name__, "Pass it.")
         groups = [] if optimizer is None else optimizer.param_groups
         decayed = frozenset(id(p) for group in groups if group.get("weight_decay", 0) for p in group["params"])
-        return cls(*_sizes(loader), decayed)
+        return cls(*_sizes(loader), decayed, optimizer)
 
 
 def _sizes(loader: Any) -> tuple[int | None, int | None]:
@@ -341,6 +345,37 @@ class NormUse:
 
 
 @dataclass(frozen=True)
+class Outside:
+    """What optimizers and a model do not have in common.
+
+    Attributes:
+        names: parameters of the model that require a gradient and are in no optimizer.
+        others: number of the optimizers' parameters that are not in the model.
+        shared: whether they have any parameter in common.
+    """
+
+    names: tuple[str, ...]
+    others: int
+    shared: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Outside:
+        """Compare by identity. Optimizers of copies of the parameters, as of half precision, count as those of them."""
+        held = set[int]().union(*map(parameter_ids, optimizers))
+        own = dict(model.named_parameters())
+        known = set(map(id, own.values()))
+        if held.isdisjoint(known) and any(holds_copies(each, own.values()) for each in optimizers):
+            return cls((), 0, True)
+        names = [name for name, parameter in own.items() if parameter.requires_grad and id(parameter) not in held]
+        return cls(tuple(names), len(held - known), not held.isdisjoint(known))
+
+    @property
+    def harmless(self) -> bool:
+        """Whether the optimizers train a part of the model and nothing else, as those of two networks that compete."""
+        return not self.others
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """The facts that the rules on a whole model read.
 
@@ -351,6 +386,7 @@ class ModelFacts:
         constant: as in :class:`Structure`. `signals`: of the measured batch, if there was one.
         as_built: paths of the layers that have the values of torch's initialisation, in a model that was trained.
         learning: paths of the modules of which a parameter requires a gradient.
+        outside: what the optimizer and the model do not have in common; None without one.
     """
 
     norms: tuple[NormUse, ...]
@@ -361,6 +397,7 @@ class ModelFacts:
     signals: tuple[Signal, ...]
     as_built: tuple[str, ...]
     learning: frozenset[str]
+    outside: Outside | None = None
 
     @classmethod
     def of(
@@ -402,6 +439,7 @@ class ModelFacts:
             signals=tuple(signals),
             as_built=layers_as_built(model),
             learning=frozenset({*around, ""} if learn else ()),
+            outside=None if training.optimizer is None else Outside.of(model, [training.optimizer]),
         )
 
 

@@ -14,7 +14,7 @@ from gonio.errors import listing
 from gonio.measuring.figures.attention import ONE_TOKEN, HeadLogits
 from gonio.measuring.figures.heads import HeadMeasurement
 from gonio.measuring.figures.signals import Signal, are_unseen
-from gonio.measuring.figures.structure import ModelFacts, NormUse
+from gonio.measuring.figures.structure import ModelFacts, NormUse, Outside
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.findings.rules import (
     ADVICE,
@@ -124,6 +124,23 @@ def _decayed(facts: ModelFacts) -> str | None:
         weights=counted(len(free), "weight"),
         list=listing(list(free), limit=3),
     )
+
+
+@rule("G418", ADVICE, harmless=lambda facts: facts.outside is not None and facts.outside.harmless)
+def _outside(facts: ModelFacts) -> str | None:
+    return None if facts.outside is None else outside_optimizer(facts.outside)
+
+
+def outside_optimizer(outside: Outside) -> str | None:
+    """The sentence on parameters that require a gradient and are in no optimizer."""
+    if not outside.names:
+        return None
+    names, others = listing(list(outside.names), limit=3), counted(outside.others, "parameter")
+    told = {"n": counted(len(outside.names), "parameter"), "names": names, "others": others}
+    if not outside.shared:
+        return say("none of the optimizer's {others} is in the model: {names}", **told)
+    said = say("{n} of the model that require a gradient are not in the optimizer: {names}", **told)
+    return said if outside.harmless else say("{said}; the optimizer has {others} of no layer", said=said, **told)
 
 
 @rule("G406", ADVICE)

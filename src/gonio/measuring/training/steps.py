@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import atan, degrees, isfinite
 from typing import Any, Literal, get_args
@@ -21,6 +21,7 @@ from gonio.measuring.figures.moments import Moments, StateMeasurement, StateSums
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.optimizers import number, options_of
 from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
+from gonio.measuring.training.judged import JudgedSteps
 from gonio.measuring.training.rotation import StepRotation, step_sums
 from gonio.measuring.training.shards import ShardSums, Sums, divided, local, of_rows, row_sums, why_not
 from gonio.optim.holding import step_of_hold
@@ -113,6 +114,7 @@ class StepFigures:
         invariant: paths of the layers whose weights are scale-invariant; None if the model cannot be traced.
         predictions: the latest one of each layer.
         diverged: paths of the layers whose weights are not finite before or after the latest step.
+        judged: what rules on steps judge of the weights, also at a step that changed none.
     """
 
     def __init__(self, model: nn.Module, also: Also) -> None:
@@ -125,6 +127,7 @@ class StepFigures:
         self._initial: dict[str, Tensor] = {}
         self._gradients: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._states: dict[str, _State] = {}
+        self.judged = JudgedSteps()
 
     @torch.no_grad()
     def copy(self, entries: Sequence[TensorEntry], optimizer: Optimizer) -> None:
@@ -141,10 +144,16 @@ class StepFigures:
         mine = [entry for entry in entries if any(id(p) in held for p in parameters(entry))]
         copies = [(entry, weight.detach().clone()) for entry in mine if (weight := entry.read()) is not None]
         self._copies[id(optimizer)] = copies
+        self._look_at_gradients(optimizer, parameters, at_end=False)
         if "initial_angle" in self._also:
             for entry, weight in copies:
                 if entry.path not in self._initial:
                     self._initial[entry.path] = local(weight).to("cpu", copy=True)
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether norms of gradients are asked for."""
+        return "gradient" in self._also
 
     @torch.no_grad()
     def keep_gradients(self, optimizer: Optimizer, *, at_end: bool = False) -> None:
@@ -152,7 +161,7 @@ class StepFigures:
 
         Those of a closure are known at the end of the step; others at its start, because some optimizers change them.
         """
-        if "gradient" not in self._also or computes_gradients(optimizer) is not at_end:
+        if not self.reads_gradients or computes_gradients(optimizer) is not at_end:
             return
         parameters = self._parameters()
         scale = getattr(optimizer, "grad_scale", None)  # left by torch's scaler to a fused optimizer while it steps
@@ -161,17 +170,27 @@ class StepFigures:
             found = _squares_of_gradients(parameters(entry))
             self._gradients[entry.path] = [(like, factor * squares) for like, squares in found]
 
+    def _look_at_gradients(
+        self, optimizer: Optimizer, parameters: Callable[[TensorEntry], list[Tensor]], *, at_end: bool
+    ) -> None:
+        """For the rules; those of a closure are there at the end of the step alone."""
+        if computes_gradients(optimizer) is at_end:
+            for entry, _ in self._copies.get(id(optimizer), ()):
+                self.judged.look_at_gradient(entry.path, parameters(entry))
+
     @torch.no_grad()
-    def take(self, optimizer: Optimizer) -> list[tuple[TensorEntry, Figures]]:
+    def take(self, optimizer: Optimizer, number: int) -> list[tuple[TensorEntry, Figures]]:
         """The figures of the step, weight by weight, whose copies are released; none for a step that was skipped.
 
-        Sums over the shards of all weights are added in one reduction; no weight is gathered.
+        Sums over the shards of all weights are added in one reduction; no weight is gathered. `number`: of the step.
         """
         parameters, total = self._parameters(), ShardSums()
         waiting: list[tuple[TensorEntry, dict[str, Sums], Equilibrium, float | None]] = []
+        trained = set[str]()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._states = {}
         self.keep_gradients(optimizer, at_end=True)
+        self._look_at_gradients(optimizer, parameters, at_end=True)
         copies = self._copies.pop(id(optimizer), [])
         while copies:
             entry, before = copies.pop(0)
@@ -183,8 +202,13 @@ class StepFigures:
                 sums = self._sums(entry, before, after, total)
                 sums |= self._sums_of_state(entry, largest, optimizer, groups[id(largest)], total)
                 waiting.append((entry, sums, _prediction(optimizer, largest, rate), rate))
+                trained |= {entry.path} if largest.requires_grad and rate != 0 else set()
         total.reduce()
         self.diverged = frozenset(entry.path for entry, sums, *_ in waiting if not sums["step"]().isfinite().all())
+        self.judged.facts = []
+        for entry, sums, *_ in waiting:
+            if entry.path not in self.diverged:
+                self.judged.judge(entry, sums["step"](), number, trained=entry.path in trained)
         if not any(float(sums["step"]()[1]) for _, sums, _, _ in waiting):  # NaN counts as a change
             return []
         return [(entry, self._figures(entry, sums, prediction, rate)) for entry, sums, prediction, rate in waiting]
@@ -215,15 +239,16 @@ class StepFigures:
         if "state" not in self._also:
             return {}
         held = optimizer.state.get(parameter, {})
-        tensors = {
-            n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape == parameter.shape and n != "step"
-        }
+        same = {n: t for n, t in held.items() if isinstance(t, Tensor) and t.shape == parameter.shape and n != "step"}
+        tensors = {name: plain for name, t in same.items() if (plain := _plain(local(t))) is not None}
         options = options_of(group)
         moments = Moments.of(tensors, options)
+        if any(type(local(same[name])) is not type(tensor) for name, tensor in tensors.items()):
+            moments = replace(moments, other="codes")  # small numbers were rounded to 0, so the two are not compared
         if not (moments.first or moments.second):
             return {}
         step = number(held.get("step", options.get("step")))
-        sums = total.add(parameter, state_sums(moments, {name: local(t) for name, t in tensors.items()}, step))
+        sums = total.add(parameter, state_sums(moments, tensors, step))
         self._states[entry.path] = _State(entry, moments, step, parameter.numel(), sums)
         return {"state": sums}
 
@@ -272,6 +297,18 @@ class StepFigures:
             for one in self._states.values()
         ]
 
+    def without_optimizer(self, entries: Sequence[TensorEntry], held: set[int]) -> list[str]:
+        """The layers of weights that train, of which no parameter is among these, by identity."""
+        parameters, found = self._parameters(), []
+        for entry in entries:
+            try:
+                mine = parameters(entry)
+            except Exception:  # the model's own code; the measurement says why
+                continue
+            if any(p.requires_grad for p in mine) and held.isdisjoint(map(id, mine)):
+                found.append(entry.path)
+        return found
+
     def _parameters(self) -> Callable[[TensorEntry], list[Tensor]]:
         """A function that gives the parameters from which the weight of an entry is computed."""
         modules = {site.path: site.module for site in sites(self._model)}
@@ -288,6 +325,17 @@ class StepFigures:
             return [] if entry.load is None else _leaves_of(entry.load)
 
         return parameters
+
+
+def _plain(state: Any) -> Tensor | None:
+    """The numbers of a tensor of an optimizer's state, dequantised; None of a class that does not give them."""
+    if type(state) in (Tensor, nn.Parameter):
+        return state
+    try:
+        made = state.dequantize()
+    except Exception:  # of another library
+        return None
+    return made if type(made) is Tensor and made.shape == state.shape else None
 
 
 def _leaves_of(load: Callable[[], Any]) -> list[Tensor]:
