@@ -174,6 +174,12 @@ def test_sources_without_a_common_name_are_refused() -> None:
         difference({"a.weight": torch.eye(2)}, {"b.weight": torch.eye(2)})
 
 
+def test_adapters_alone_are_no_base() -> None:
+    adapter = {"q.lora_A.weight": torch.ones(1, 4), "q.lora_B.weight": torch.ones(4, 1)}
+    with pytest.raises(InvalidArgumentError, match=r"takes the base first; found .*, which holds adapters alone"):
+        difference(adapter, {"q.weight": torch.eye(4)})
+
+
 def test_progress_counts_every_name() -> None:
     seen: list[tuple[int, int]] = []
     before, after = state(), state()

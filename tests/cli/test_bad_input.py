@@ -7,15 +7,18 @@ import pickle
 import shlex
 import subprocess
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from cli.shell import COMMAND, SCRIPT, invoke, write_task
 from gonio import models
+from gonio.cli.inputs import read_source
 from measuring.zoo_files import Runs
 
 RECIPES = {
@@ -173,7 +176,7 @@ REFUSED = {
     ],
     "doctor": [
         ("fine.pt --seed 3", 2, "--seed has no effect here; found files alone, whose weights are not random."),
-        ("fine.pt --unproven", 2, "--unproven takes a model; found a file alone. Add --model FILE.py:FACTORY."),
+        ("fine.pt --unproven", 2, "--unproven needs the model of the checkpoint; found a file alone."),
     ],
     "meazure": [("", 2, "No such command 'meazure'")],
     "explain": [("G002", 2, "no rule, column or claim named 'G002'. Did you mean")],
@@ -302,3 +305,29 @@ def test_a_file_without_its_ending_and_a_quoted_pattern_are_no_models_of_a_hub(
     torch.save({"w": torch.ones(2, 2)}, "other/mine.pth")
     result = invoke(verb, word)
     assert (result.exit_code, said in result.stderr) == (3, True)
+
+
+@pytest.mark.parametrize("word", ["./modle", "runs/modle", "~/modle", "/nowhere/model"])
+def test_a_word_that_is_a_path_by_its_form_is_no_model(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("model"), Path("runs/model")):
+        folder.mkdir(parents=True)
+        torch.save({"w": torch.ones(2, 2)}, folder / "mine.pth")
+    result = invoke("measure", word)
+    assert (result.exit_code, "there is no such file" in result.stderr) == (3, True)
+    assert ("Did you mean" in result.stderr) == (not word.startswith(("~", "/")))
+
+
+def test_the_configuration_of_a_library_s_model_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words `transformers:FOLDER/config.json` end as a file does."""
+    asked: list[str] = []
+
+    def resolve(spec: str) -> Callable[..., nn.Module]:
+        asked.append(spec)
+        return lambda: nn.Linear(2, 2)
+
+    monkeypatch.setattr(models, "resolve", resolve)
+    built = read_source("transformers:mine/config.json", seed=0)
+    assert (asked, type(built)) == (["transformers:mine/config.json"], nn.Linear)

@@ -101,7 +101,7 @@ def test_from_a_file_alone_treatments_are_named(folder: Path) -> None:
     assert (verdicts["balance_"], set(verdicts.values())) == ("not applied", {"not applied"})
     assert content["recipe"]["steps"] == []
     refused = invoke("doctor", "scaled.safetensors", "--batch", "2x16")
-    assert (refused.exit_code, "--batch takes a model; found a file alone" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "--batch needs the model of the checkpoint; found" in refused.stderr) == (2, True)
 
 
 def test_a_base_tells_what_fine_tuning_changed(folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_base_tells_what_fine_tuning_changed(folder: Path) -> None:
     assert [step["verb"] for step in steps] == ["shrink_change_", "shrink_intruders_"]
     assert all(step["proof"].startswith("not provable without data") for step in steps)
     refused = invoke("doctor", "tuned.safetensors", "--base", "fine.safetensors")
-    assert (refused.exit_code, "--base takes a model; found a file alone" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "--base needs the model of the checkpoint; found" in refused.stderr) == (2, True)
 
 
 NORMS = """

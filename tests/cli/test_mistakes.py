@@ -78,7 +78,7 @@ TYPED = {
     31: ("check gpt2", 3, "there is no such file. Check the path. Nothing is downloaded: give a folder or a file of "
          "its weights on this machine. A model of a hub is looked for in "),
     32: ("check https://huggingface.co/org/gpt2", 3, "file 'https://huggingface.co/org/gpt2': cannot be read; it is "
-         "an address, and no file. Nothing is downloaded"),
+         "an address, not a file. Nothing is downloaded"),
     33: ("check https://hub.example/gpt2", 3, "Nothing is downloaded: fetch the file first, and give its path"),
     34: ("check whole.pt --html x.html", 2, "No such option: --html It is one of gonio measure and gonio report."),
     35: ("measure whole.pt --htm x.html", 2, "No such option: --htm Did you mean --html?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,17 @@ def test_a_state_dict_under_any_key_can_be_named(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "m.safetensors")
     with pytest.raises(InvalidArgumentError, match="a key names a state dict in a checkpoint of torch"):
         measure(CheckpointPart(str(tmp_path / "m.safetensors"), "generator"))
+
+
+def test_a_key_is_refused_for_shards_too(tmp_path: Path) -> None:
+    """Of a model in several files, with an index and without one."""
+    for part, name in enumerate(STATE, 1):
+        save_file({name: STATE[name]}, tmp_path / f"model-{part}-of-{len(STATE)}.safetensors")
+    for source in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        with pytest.raises(InvalidArgumentError, match=r"a key names a state dict in .*; found model"):
+            measure(CheckpointPart(str(source), "generator"))
+        placed = {name: f"model-{part}-of-{len(STATE)}.safetensors" for part, name in enumerate(STATE, 1)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
 
 
 def test_keys_may_have_dots_or_be_numbers(tmp_path: Path) -> None:

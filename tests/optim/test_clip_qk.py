@@ -292,7 +292,7 @@ def test_attention_inside_a_compiled_part_is_refused_by_name() -> None:
     """Its modules are not called."""
     model = nn.Sequential(torch.compile(Attend(), backend="eager"))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(NoMatchError, match=r"0 \(it is inside of a compiled part, which does not call its modules\)"):
+    with pytest.raises(NoMatchError, match=r"0 \(it is inside a compiled part, which does not call its modules\)"):
         gonio.clip_qk_(model, still(model), example=X)
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -135,8 +135,8 @@ _XLNET = {"vocab_size": 24, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner":
 UNKNOWN: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "cait_xxs24_224": (lambda: _of_timm("cait_xxs24_224", 32, embed_dim=16, depth=2, num_heads=2, img_size=32), _TALK),
     "efficientformerv2_s0": (lambda: _of_timm("efficientformerv2_s0", 64, img_size=64), _TALK),
-    "mvitv2_tiny": (lambda: _of_timm("mvitv2_tiny", 64, img_size=64), "a head has not as many columns as values"),
-    "lowformer_b0": (lambda: _of_timm("lowformer_b0", 64), "a head has not as many columns as values"),
+    "mvitv2_tiny": (lambda: _of_timm("mvitv2_tiny", 64, img_size=64), "a head does not have as many columns as values"),
+    "lowformer_b0": (lambda: _of_timm("lowformer_b0", 64), "a head does not have as many columns as values"),
     "DiffLlama": (made("DiffLlamaForCausalLM", "DiffLlamaConfig", _LLAMA, text), "share keys and values differently"),
     "JetMoE": (made("JetMoeForCausalLM", "JetMoeConfig", _LLAMA, text), "the rows of its heads, or of its queries"),
     "XLNet": (made("XLNetModel", "XLNetConfig", _XLNET, text), ""),

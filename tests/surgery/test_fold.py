@@ -224,7 +224,7 @@ NOT_AFTER_A_LAYER = "its input is not the output of a linear or convolutional la
         (nn.Sequential(Doubled(2, 2, 1), nn.BatchNorm2d(2)), NOT_AFTER_A_LAYER),
         (nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), nn.BatchNorm2d(2)), NOT_AFTER_A_LAYER),
         (nn.Sequential(nn.BatchNorm2d(2)), NOT_AFTER_A_LAYER),
-        (nn.Sequential(nn.Conv2d(2, 2, 1), Activated(2)), "Activated computes something else than a batch norm"),
+        (nn.Sequential(nn.Conv2d(2, 2, 1), Activated(2)), "Activated does not compute what a batch norm computes"),
         (nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)), "no running statistics"),
         (Hooked(), "it or the layer before it has forward hooks"),
         (Unused(), "it does not run"),

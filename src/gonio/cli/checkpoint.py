@@ -21,8 +21,8 @@ from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hol
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import StoredTensor, clean_names
 from gonio.measuring.reading.opened import intact
-from gonio.measuring.reading.shards import KINDS, is_index, open_parts
-from gonio.measuring.reading.source import absent, files_in, open_file
+from gonio.measuring.reading.shards import KINDS, is_index
+from gonio.measuring.reading.source import absent, files_in, open_files
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
 from gonio.messages import Message, counted, joined, say
 from gonio.parametrizations.checkpoints import kinds_in
@@ -258,10 +258,7 @@ def _check_suffix(path: str, known: tuple[str, ...] = _SUFFIXES) -> None:
 
 def _parts(files: list[Path], key: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """The tensors of a checkpoint in several files."""
-    if key and len(files) > 1:
-        asked = "a key names a state dict in a checkpoint of torch"
-        raise InvalidArgumentError(asked, listing([file.name for file in files], limit=3), "Leave the key out.")
-    opened = open_file(files[0], key) if len(files) == 1 else open_parts(files)
+    opened = open_files(files, key)
     if opened.refusal is not None:
         raise opened.refusal
     return {name: stored.load() for name, stored in opened.stored.items()}, {}

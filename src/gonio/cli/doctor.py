@@ -81,7 +81,9 @@ def doctor(
     if alone and (task or batch or base or unproven):
         option = "--task" if task else "--batch" if batch else "--base" if base else "--unproven"
         raise InvalidArgumentError(
-            say("{option} takes a model", option=option), "a file alone", "Add --model FILE.py:FACTORY."
+            say("{option} needs the model of the checkpoint", option=option),
+            "a file alone",
+            "Add --model FILE.py:FACTORY.",
         )
     example = None if batch is None else read_input(batch)
     if example is not None:

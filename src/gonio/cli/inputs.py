@@ -20,7 +20,7 @@ from gonio.measuring.reading.shards import KINDS
 from gonio.measuring.reading.source import CheckpointPart, absent, nearly_a_file
 from gonio.measuring.reading.torch_files import load_torch
 from gonio.messages import say
-from gonio.models.by_name import is_user_code
+from gonio.models.by_name import LIBRARIES, is_user_code
 from gonio.seeding import RandomInput, state_kept
 from gonio.surgery import Selector, as_selector
 from gonio.surgery.equivalent import fitting, outputs
@@ -84,7 +84,8 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
     """The path of a checkpoint if the word is one or looks like one, otherwise a model, with a message."""
     word = in_cache(word) or word
     path = Path(word)
-    if (path.exists() or path.suffix in _SOURCE_SUFFIXES) and not is_user_code(word):
+    of_library = word.partition(":")[0] in LIBRARIES  # transformers:FOLDER/config.json is no file
+    if (path.exists() or (path.suffix in _SOURCE_SUFFIXES and not of_library)) and not is_user_code(word):
         return word if key is None else CheckpointPart(word, key)
     if is_user_code(word):
         built = build_model(word, seed=seed)
@@ -93,8 +94,8 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
     try:
         found = models.resolve(word)
     except UnknownNameError:
-        if nearly_a_file(path):
-            raise absent(path) from None
+        if nearly_a_file(path) or _is_path(word):
+            raise absent(word) from None
         raise
     print_err(
         say(
@@ -105,6 +106,12 @@ def read_source(word: str, *, seed: int, key: str | None = None) -> str | Checkp
         )
     )
     return drawn(found, seed=seed)
+
+
+def _is_path(word: str) -> bool:
+    """Whether a word is a path by its form: from a place such as `.` or `~`, or in a folder that is there."""
+    path = Path(word)
+    return word.startswith((".", "~")) or path.is_absolute() or (len(path.parts) > 1 and path.parent.is_dir())
 
 
 def read_batch(word: str) -> Any:

@@ -63,7 +63,7 @@ def report(
 
 
 def status(study: Annotated[Path, typer.Argument(help="The study's folder.", metavar="STUDY")]) -> None:
-    """Show which runs of a study are done: one line per recipe, one sign per seed."""
+    """Show which runs of a study are done: one line per recipe, one character per seed."""
     from gonio.lab import Study
 
     _check_folder(study)

@@ -190,7 +190,7 @@ def _chosen(
     for block in found.attention:
         why = _why_not(block, parameters, trained)
         if any(f"{block.path}.".startswith(path) for path in compiled):
-            why = say("it is inside of a compiled part, which does not call its modules")
+            why = say("it is inside a compiled part, which does not call its modules")
         if why is None and any(used[part.tensor] > block.heads for head in block.query for part in head):
             why = say("another attention has the same weights")
         if why is not None:

@@ -364,7 +364,7 @@ class _Block:
             if added:
                 names = listing(sorted(set(added)), limit=4)
                 return say("its values are sums of what several layers give: {names}", names=names)
-            return say("a head has not as many columns as values, or some of them are 0 in the run")
+            return say("a head does not have as many columns as values, or some of them are 0 in the run")
         if sum(map(len, of_queries)) != len(frozenset[int]().union(*of_queries)):
             return say("its heads are mixed before the next layer")
         return tuple(Part.of(reader.tensor, sorted(columns), reader.in_dim) for columns in of_queries)

@@ -82,14 +82,14 @@ def can_act(module: nn.Module) -> str | None:
     Example:
         >>> from gonio.surgery.even_out import can_act
         >>> can_act(nn.Linear(4, 4)), can_act(nn.LayerNorm(4)), can_act(nn.ReLU())
-        (None, None, 'it is no linear or convolutional layer, no embedding, and no norm with a gain')
+        (None, None, 'it is not a linear or convolutional layer, an embedding, or a norm with a gain')
     """
     if _is_norm(module) or has_filters(module) is None or _is_table(module):
         return None
     weight = module._parameters.get("weight")
     if weight is not None and weight.is_meta:
         return say("its weight is on the meta device")
-    return say("it is no linear or convolutional layer, no embedding, and no norm with a gain")
+    return say("it is not a linear or convolutional layer, an embedding, or a norm with a gain")
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -270,7 +270,7 @@ def _not_fixed(norm: nn.Module) -> str | None:
     """Why the norm is not a fixed affine map in evaluation; None if it is."""
     why_not = facts_of(norm).why_not_affine
     if why_not is None:
-        return say("{kind} computes something else than a batch norm", kind=type(norm).__name__)
+        return say("{kind} does not compute what a batch norm computes", kind=type(norm).__name__)
     return why_not(norm)
 
 

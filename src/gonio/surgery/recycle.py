@@ -149,14 +149,14 @@ def can_act(module: nn.Module) -> str | None:
     if weight.is_meta:
         return say("its weight is on the meta device")
     if isinstance(module, nn.Bilinear) or not computes_plainly(module):
-        return say("it computes something else than the layer of torch")
+        return say("it does not compute what torch's layer computes")
     return None
 
 
 def _why_not(evaluation: OutputChannels | None, training: OutputChannels | None, around: str) -> str:
     """Why the layers that read a layer's channels are not known; empty if they are."""
     if evaluation is None and around:
-        return say("it is inside of {around}, which the graph shows as one layer", around=around)
+        return say("it is inside {around}, which the graph shows as one layer", around=around)
     if evaluation is None:
         return say("the layer does not run")
     if evaluation.why:

@@ -205,7 +205,7 @@ def _why_not(turn: Turn, parameters: Mapping[str, nn.Parameter]) -> str:
     for each in turn.slots:
         for slot in each:
             if slot.tensor not in parameters:
-                return say("{tensor} is no parameter of the model", tensor=slot.tensor)
+                return say("{tensor} is not a parameter of the model", tensor=slot.tensor)
             if (why := why_not_dense(parameters[slot.tensor])) is not None:
                 return say("{tensor}: {why}", tensor=slot.tensor, why=why)
             if len(slot.index) != turn.size or max(slot.index) >= parameters[slot.tensor].shape[slot.dim]:

@@ -46,8 +46,20 @@ class TunedModel:
 
 
 def base_entries(source: Source) -> dict[str, TensorEntry]:
-    """The tensors of a base by name, as the plain model has them."""
-    return _plain(contents_of(source).entries)
+    """The tensors of a base by name, as the plain model has them.
+
+    Raises:
+        InvalidArgumentError: as :func:`gonio.measure`, and if it holds adapters alone.
+    """
+    found = contents_of(source)
+    entries = _plain(found.entries)
+    if found.adapters and not entries:
+        raise InvalidArgumentError(
+            "difference() takes the base first",
+            f"{name_of(source)}, which holds adapters alone",
+            "Write the model that they adapt first, and the adapters after it.",
+        )
+    return entries
 
 
 def tuned(base: Mapping[str, TensorEntry], source: Source) -> TunedModel:

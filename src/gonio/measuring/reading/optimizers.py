@@ -205,7 +205,8 @@ def fitted(found: Iterable[Raw], weights: Mapping[str, StoredTensor], *, in_orde
         try:
             whole += _fitted(raw, weights, in_order)
         except Exception as error:  # of a hostile file's content
-            said = say("it has not the form of an optimizer's state ({error})", error=plain(str(error), longest=100))
+            why = plain(str(error), longest=100)
+            said = say("it does not have the form of an optimizer's state ({error})", error=why)
             whole += OptimizerContents(misfits=((raw.place, said),))
     return whole
 

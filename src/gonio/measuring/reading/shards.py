@@ -56,9 +56,17 @@ def open_single(path: Path, key: str = "") -> Opened:
     if path.suffix not in OTHERS:
         known = f"its kind {path.suffix!r} is not known", f"Known kinds: {', '.join(KINDS)}."
         raise UnreadableFileError(str(path), *(packed_in(path) or known))
-    if key:
-        raise InvalidArgumentError("a key names a state dict in a checkpoint of torch", path.name, "Leave the key out.")
+    without_key(key, path)
     return OTHERS[path.suffix](path)
+
+
+def without_key(key: str, *files: Path) -> None:
+    """Refuse a key for files that hold one state dict."""
+    if key:
+        found = listing([plain(file.name) for file in files], limit=3)
+        raise InvalidArgumentError(
+            "a key names a state dict in a checkpoint of torch", found, say("Leave the key out.")
+        )
 
 
 # --- several files ----------------------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ from gonio.measuring.reading.shards import (
     open_shards,
     open_single,
     weight_map,
+    without_key,
 )
 from gonio.measuring.reading.state_dicts import open_state, state_in
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
@@ -336,8 +337,7 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, C
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    parts = len(files) > 1 and any(map(Path.is_file, files))
-    opened = open_parts(files) if parts else open_file(files[0], key)
+    opened = open_files(files, key)
     if path.is_dir() and files[0] != path:
         opened, states = _with_optimizer(opened, path, files)
         opened = replace(opened, notes=(*opened.notes, *left_out(path, [f for f in others if f not in states], files)))
@@ -413,7 +413,7 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
     word, path = os.fspath(path), Path(path)
     if is_address(word):
         word = re.sub(r":/+", "://", word, count=1)
-        return UnreadableFileError(redact(word), "it is an address, and no file", how_to_fetch(word))
+        return UnreadableFileError(redact(word), "it is an address, not a file", how_to_fetch(word))
     missing = partial(UnreadableFileError, str(path), "there is no such file")
     if ".py:" in path.name:
         return missing("In Python pass the model itself; FILE.py:NAME is a word of the command line.")
@@ -433,6 +433,7 @@ def absent(path: str | os.PathLike[str]) -> UnreadableFileError:
         )
         return missing(do)
     beside = [file.name for file in islice(path.parent.glob("*"), 10_000) if file.is_file()]
+    beside += folders_with_models(path.parent) if path.parent.is_dir() else []
     near = _without_ending(path, beside) or closest(path.name, beside)
     paths = joined([str(path.with_name(name)) for name in near], " or ")
     do = say("Did you mean {near}?", near=paths) if near else say("Check the path.")
@@ -453,10 +454,22 @@ def open_file(path: Path, key: str = "") -> Opened:
     if path.is_dir():
         if is_distributed(path):
             return open_distributed(path, key)
+        without_key(key, path)
         return open_universal(path) if is_universal(path) else open_zero(path)
     if not path.is_file():
         raise absent(path)
-    return open_shards(path) if is_index(path) else open_single(path, key)
+    if not is_index(path):
+        return open_single(path, key)
+    without_key(key, path)
+    return open_shards(path)
+
+
+def open_files(files: list[Path], key: str = "") -> Opened:
+    """The tensors of the one file of a model, as :func:`open_file`, or of its parts without an index."""
+    if len(files) == 1 or not any(map(Path.is_file, files)):
+        return open_file(files[0], key)
+    without_key(key, *files)
+    return open_parts(files)
 
 
 def is_whole(folder: Path) -> bool:

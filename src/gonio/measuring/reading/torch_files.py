@@ -287,7 +287,7 @@ def _why_not(path: Path, error: Exception, other: Exception) -> tuple[str, str]:
     own = _CLASS.search(str(error)) if other is error else None
     if _PARTS_OF_A_PROCESS in str(error):
         return (
-            say("it holds of each tensor the part that one process had (DTensor)"),
+            say("it holds only the part of each tensor that one process had (DTensor)"),
             say("Save them together by torch.distributed.checkpoint, or the full_tensor() of each."),
         )
     if held and held[1].startswith("a tensor"):

@@ -68,7 +68,7 @@ def lipschitz_slack(run: FinishedRun, *, norm: Literal["spectral", "frobenius"] 
 
 @measure("%", worst=0.0, better="max")
 def certified_accuracy(run: FinishedRun, *, eps: float) -> float:
-    """Share of test examples that are classified rightly, and whose class no change of l2 norm `eps` can alter.
+    """Share of test examples that are classified correctly, and whose class no change of l2 norm `eps` can alter.
 
     By :func:`gonio.certify`; of several channels that are standardised the smallest deviation counts.
 
