@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO
 
@@ -38,11 +39,15 @@ def continue_study(folder: Path, errors: IO[str] | int = subprocess.PIPE, **vari
 
 
 def forked(work: Callable[[], int]) -> int:
-    """The number of a process that this one forks; it ends with the code that the work returns, 1 if it raises."""
+    """The number of a process that this one forks; it ends with the code that the work returns, 1 if it raises.
+
+    A fork server that an earlier test began is no child of it; it begins one of its own.
+    """
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            vars(forkserver._forkserver).update(vars(forkserver.ForkServer()))
             code = work()
         finally:
             os._exit(code)

@@ -9,13 +9,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
-from gonio.errors import StudyError
+from gonio.errors import InvalidArgumentError, StudyError
 from gonio.escaping import write_text
 from gonio.lab import RunRecord, Study, StudyPlan, make_script_plan, run
+from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scheduler import Watcher
 from lab.faults import KILLED, Layer, fail, faulty, kill
 from lab.plans import OWN, Here
@@ -164,6 +166,21 @@ def test_a_full_disk(plan: StudyPlan, small_disk: Path) -> None:
 
 
 # --- signals and clocks -------------------------------------------------------------------------------
+
+
+def test_a_process_forked_beside_a_fork_server_is_told_so() -> None:
+    """Only the process that began the server can ask whether it runs: "No child processes" was all that was said."""
+
+    def inside() -> int:
+        vars(forkserver._forkserver).update(inherited)  # as after a fork without more
+        with pytest.raises(InvalidArgumentError, match="a process that was forked from the one whose server runs"):
+            call_apart(int)
+        return 0
+
+    assert call_apart(int) == 0
+    inherited = dict(vars(forkserver._forkserver))
+    assert exit_code(forked(inside)) == 0
+    assert exit_code(forked(lambda: call_apart(int))) == 0  # which begins one of its own
 
 
 def test_a_clock_that_jumps_changes_nothing(plan: StudyPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def server_running(*modules: str) -> Iterator[None]:
             os.environ.update(_SETTINGS)  # the server keeps them for its processes
             if system.start_method() == "forkserver":
                 set_forkserver_preload([__name__, *modules])
-                forkserver.ensure_running()
+                _ensure_server()
             yield
         finally:
             for name, value in environment.items():
@@ -321,6 +321,16 @@ def server_running(*modules: str) -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+def _ensure_server() -> None:
+    try:
+        forkserver.ensure_running()
+    except ChildProcessError as error:  # only the process that began it can wait for it
+        needs = "runs are processes of the fork server that this process has begun"
+        found = "a process that was forked from the one whose server runs"
+        do = "Start it with the method spawn, or before the first study."
+        raise InvalidArgumentError(needs, found, do) from error
 
 
 def _preload() -> None:
