@@ -57,7 +57,7 @@ def rows_of(kind: Listed) -> list[tuple[str, ...]]:
     from gonio.lab.claims import load_claims, recorded
     from gonio.lab.showing.claims import sentence_of
     from gonio.lab.tasks import BUILT_IN as TASKS
-    from gonio.measuring.findings.rules import RULES, unknown_rule
+    from gonio.measuring.findings.rules import RULES
     from gonio.measuring.showing.columns import COLUMNS
     from gonio.models import BUILT_IN as MODELS
     from gonio.recipes import Recipe, built_in_names

@@ -131,7 +131,7 @@ class Command(LocalHelp, TyperCommand):
     """A command of the program."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words of its usage as the pages write them: `PATH…` for one or several, in brackets what can be left out."""
+        """The words of its usage as the pages write them: `PATH…` for several, brackets for what can be left out."""
         return [str(self.options_metavar), *map(_of_usage, _arguments_of(self, ctx))]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
