@@ -211,7 +211,8 @@ class AlreadyAppliedError(GonioError, ValueError):
 class NotApplicableError(GonioError, ValueError):
     """A verb or method cannot be applied to a module, a tensor or the model (`path` is empty).
 
-    `action` is the verb of the sentence ("replace", "fold"), and `kind` the class of the layer at `path`.
+    `action` is the verb of the sentence ("replace", "fold"), and `kind` the class of the layer at `path`. Without
+    `asked`, `path` is the name of what cannot be built or loaded.
     """
 
     def __init__(self, asked: str, path: str, why: str, do: str, *, action: str = "", kind: str = "") -> None:
@@ -220,7 +221,9 @@ class NotApplicableError(GonioError, ValueError):
         if path:
             target = say("layer {path!r}{of}", path=path, of=of) if action else Message(f"{path!r}{of}")
         told = {"asked": fixed(asked), "target": target, "why": fixed(why), "do": fixed(do)}
-        if action:
+        if not asked:
+            super().__init__(say("cannot {action} {path!r}: {why}. {do}", action=fixed(action), path=path, **told))
+        elif action:
             super().__init__(say("{asked}: cannot {action} {target}: {why}. {do}", action=fixed(action), **told))
         else:
             super().__init__(say("{asked}: cannot be applied to {target}; {why}. {do}", **told))

@@ -140,3 +140,12 @@ def test_a_copy_in_another_dtype_is_rounded_and_nothing_else(dtype: torch.dtype)
     assert not found["0"].rounded
     assert "rounded" not in found.verdict
     assert not any(t.rounded for t in difference(state, {n: 1.01 * v for n, v in state.items()}).moved)
+
+
+def test_intruders_are_among_the_largest_directions_in_the_sentence() -> None:
+    random = torch.Generator().manual_seed(0)
+    a, c, u, v = (torch.linalg.qr(torch.randn(64, 64, generator=random))[0] for _ in range(4))
+    base = a @ torch.diag(torch.logspace(0, -2, 64)) @ c.T
+    (found,) = difference({"w": base}, {"w": base + 1.2 * u[:, :4] @ v[:, :4].T}).findings
+    assert found.code == "G501"
+    assert " of the 10 largest directions are like none of the base; 0 after a random change" in found.found

@@ -179,7 +179,7 @@ REFUSED = {
         ("fine.pt --unproven", 2, "--unproven needs the model of the checkpoint; found a file alone."),
     ],
     "meazure": [("", 2, "No such command 'meazure'")],
-    "explain": [("G002", 2, "no rule, column or claim named 'G002'. Did you mean")],
+    "explain": [("G002", 2, "no rule, column or claim named 'G002'. `gonio list rules` shows all codes.")],
     "compare": [
         ("--sedes 3", 2, "No such option"),
         ("--seeds 0", 2, "Invalid value for '--seeds'"),

@@ -65,6 +65,25 @@ def test_every_command_says_what_it_does() -> None:
     assert "..." not in text.partition("Commands:")[2]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("check", "PATH…"),
+        ("measure", "MODEL|FILE [AFTER…]"),
+        ("cost", "[RECIPE…]"),
+        ("apply", "RECIPE CKPT"),
+        ("report", "STUDY…"),
+        ("explain", "[RULE|COLUMN|CLAIM]"),
+    ],
+)
+def test_the_usage_names_the_arguments_as_the_pages_do(name: str, words: str) -> None:
+    usage, *lines = invoke(name, "--help").stdout.splitlines()
+    assert usage == f"Usage: gonio {name} [OPTIONS] {words}"
+    for word in words.split():
+        assert any(line.startswith(f"  {word.strip('[]')}  ") for line in lines)
+    assert not any("<str>" in line or "list[" in line for line in lines[lines.index("Arguments:") :][:3])
+
+
 def test_the_module_is_the_program() -> None:
     result = subprocess.run([sys.executable, "-m", "gonio", "--version"], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, f"gonio {gonio.__version__}\n")

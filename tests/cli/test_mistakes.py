@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"epoch": 3}, folder / "epoch.pt")
     torch.save({"model.layers.0.q_proj.weight": torch.ones(4, 4)}, folder / "llama.pt")
     torch.save({"layer1.0.conv1.weight": torch.ones(4, 4, 3, 3)}, folder / "resnet.pt")
+    (folder / "-w.pt").touch()
     (folder / "linked.pt").symlink_to("whole.pt")
     for name in ("several/config.json", "batch.pt", "part.safetensors", "claim.yaml"):
         (folder / name).write_text("{}", encoding="utf-8")
@@ -80,8 +81,8 @@ TYPED = {
     32: ("check https://huggingface.co/org/gpt2", 3, "file 'https://huggingface.co/org/gpt2': cannot be read; it is "
          "an address, not a file. Nothing is downloaded"),
     33: ("check https://hub.example/gpt2", 3, "Nothing is downloaded: fetch the file first, and give its path"),
-    34: ("check whole.pt --html x.html", 2, "No such option: --html It is one of gonio measure and gonio report."),
-    35: ("measure whole.pt --htm x.html", 2, "No such option: --htm Did you mean --html?"),
+    34: ("check whole.pt --html x.html", 2, "No such option: --html. It is one of gonio measure and gonio report."),
+    35: ("measure whole.pt --htm x.html", 2, "No such option: --htm. Did you mean --html?"),
     36: ("measure whole.pt --model my_cnn:make", 2, "For a function of your own write FILE.py:FUNCTION, e.g. "
          "my_cnn.py:make."),
     37: ("check several", 3, "it holds several: a.pt, b.gguf, c.safetensors, d.safetensors. Name one of them."),
@@ -201,6 +202,12 @@ def test_a_tracker_takes_no_name_of_a_logger(path: str, tmp_path: Path, monkeypa
         ("whole.pt", 2, "No such command 'whole.pt'. Did you mean gonio check whole.pt?"),
         ("several", 2, "No such command 'several'. Did you mean gonio check several?"),
         ("mesure", 2, "No such command 'mesure'"),
+        ("check -w.pt", 2, "No such option: -w. For the file write ./-w.pt."),
+        ("check whole.pt --zzz", 2, "Error: No such option: --zzz."),
+        ("--zzz", 2, "Error: No such option: --zzz."),
+        ("--langg zh", 2, "Error: No such option: --langg. Did you mean --lang?"),
+        ("status a b", 2, "Got unexpected extra argument(s) (b)."),
+        ("check whole.pt --jobs many", 2, "Invalid value for '--jobs': it must be a whole number."),
         ("measure whole.pt --html several", 2, "cannot write 'several'; found a folder. Name a file in it."),
         ("check whole.pt --json several", 2, "cannot write 'several'; found a folder. Name a file in it."),
         (

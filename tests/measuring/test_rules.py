@@ -221,7 +221,7 @@ def test_a_checkpoint_has_paths_but_no_types() -> None:
 
 
 def test_a_code_or_selector_that_is_none_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="no rule or column named 'G999'"):
+    with pytest.raises(UnknownNameError, match=r"named 'G999'\. `gonio list rules` shows all codes\."):
         explain("G999")
     with pytest.raises(UnknownNameError, match=r"no rule named 'G10'\. Did you mean G"):
         Suppression(("G10",))

@@ -218,7 +218,8 @@ def test_a_column_is_explained_in_chinese(name: str) -> None:
     ("words", "expected"),
     [
         (["measure"], "错误：缺少参数 'MODEL|FILE'。"),
-        (["measure", "x.pt", "--seeed", "3"], "错误：没有这个选项：--seeed"),
+        (["measure", "x.pt", "--seeed", "3"], "错误：没有这个选项：--seeed。是否想写 --seed？"),
+        (["check", "x.pt", "--html", "x"], "错误：没有这个选项：--html。它是 gonio measure、gonio report 的选项。"),
         (["measure", "x.pt", "--seed", "-3"], "'--seed' 的值无效："),
         (["measure", "x.pt", "--seed"], "需要一个值。"),
         (["explain", "G0001"], "gonio：没有名为 'G0001' 的规则、列或论断。是否想写 G001"),

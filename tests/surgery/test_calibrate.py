@@ -253,3 +253,28 @@ def test_a_dropout_inside_a_norm_is_off() -> None:
     y = (x.double() - x.double().mean(0)) / (x.double().var(0, correction=0) + first.eps).sqrt()
     torch.testing.assert_close(last.running_var.double(), y.var(0), atol=1e-6, rtol=1e-6)
     assert first.drop.training
+
+
+def test_a_batch_with_its_labels_does_not_count_as_two_batches() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    before = buffers(model)
+    found = r"takes several batches.*; found tensors of 4 and 1 dimensions, as inputs and labels have\. Put it into a"
+    for batch in ((BATCHES[0], torch.arange(8)), [BATCHES[0], torch.arange(8)]):
+        with pytest.raises(InvalidArgumentError, match=found):
+            calibrate_(model, batch)
+    assert all(torch.equal(value, before[name]) for name, value in buffers(model).items())
+    assert len(calibrate_(model, [(BATCHES[0], torch.arange(8))]).changes) == 1
+
+
+def test_one_example_without_the_dimension_of_the_batch_is_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    found = r"must be an input that the model takes; found 3 dimensions at the layer '1', which takes 4\. Add the dim"
+    with pytest.raises(InvalidArgumentError, match=found):
+        calibrate_(model, [BATCHES[0][0]])
+    with pytest.raises(InvalidArgumentError, match=found):
+        measure(model, batch=BATCHES[0][0])
+
+
+def test_an_iterator_of_batches_is_no_batch() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"found an iterator\. Pass one batch: next\(iterator\)\."):
+        measure(nn.Sequential(nn.Conv2d(3, 4, 3)), batch=iter(BATCHES))

@@ -286,3 +286,12 @@ def test_a_layer_of_the_same_name_is_told_from_that_of_torch() -> None:
 
     with pytest.raises(NoMatchError, match=r"it is an? [\w.]*test_swap.Linear, not a Linear"):
         gonio.swap_(nn.Sequential(Linear()), gnn.DecoupledLinear.from_linear)
+
+
+def test_a_layer_is_no_factory() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    with pytest.raises(InvalidArgumentError, match=r"found an Identity, which is a layer\. .* lambda layer: Identity"):
+        gonio.swap_(model, nn.Identity(), where=nn.BatchNorm2d)
+    assert type(model[1]) is nn.BatchNorm2d
+    gonio.swap_(model, lambda layer: nn.Identity(), where=nn.BatchNorm2d)
+    assert type(model[1]) is nn.Identity

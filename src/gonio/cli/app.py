@@ -178,11 +178,14 @@ class Commands(LocalHelp, TyperGroup):
         try:
             return super().make_context(*args, **options)
         except Exception as error:
-            _translate(error)
+            if _is_usage_error(error):
+                self._near_options(error)
+                _finish(error)
             raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
+        words = [*(getattr(ctx, "_protected_args", None) or ()), *ctx.args]
         try:
             with _sigterm_raises():
                 self._set_defaults(ctx)
@@ -204,13 +207,13 @@ class Commands(LocalHelp, TyperGroup):
             print_err(say("gonio: terminated"))
             raise typer.Exit(ExitCode.INTERRUPTED) from error
         except Exception as error:
-            if type(error).__module__.startswith(("typer.", "click.")):
+            if _is_usage_error(error):
                 _in_plain_words(error)
                 if (refused := _of_file(error)) is not None:
                     print_err(say("gonio: {message}", message=message_of(refused)))
                     raise typer.Exit(ExitCode.REFUSED) from error
-                self._near_options(error)
-                _translate(error)
+                self._near_options(error, words)
+                _finish(error)
                 raise
             print_err(traceback.format_exc())
             print_err(say("gonio: this is a defect of gonio; please report it with the lines above"))
@@ -223,24 +226,27 @@ class Commands(LocalHelp, TyperGroup):
         except Exception as error:
             if args and isinstance(getattr(error, "message", None), str) and Path(args[0]).exists():
                 near = f"gonio check {shlex.quote(args[0])}"
-                error.message = str(  # type: ignore[attr-defined]
-                    say("No such command {name}. Did you mean {near}?", name=repr(args[0]), near=near)
-                )
+                said = say("No such command {name}. Did you mean {near}?", name=repr(args[0]), near=near)
+                error.message = said  # type: ignore[attr-defined]
             raise
 
-    def _near_options(self, error: Any) -> None:
-        """Of an unknown option, the most similar one of its command, or else the other commands that have it."""
+    def _near_options(self, error: Any, words: Sequence[str] = ()) -> None:
+        """Of an unknown option, the file that is meant, its command's most similar one, or other commands' own."""
         name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
         if name is None or context is None or not hasattr(error, "possibilities"):
             return
         having = [f"gonio {each}" for each, command in self.commands.items() if name in options_of(command)]
         near = closest(name, options_of(context.command), count=1)
+        files = [word for word in words if word.startswith(name) and Path(word).exists()]
         error.possibilities = None
-        if having:
+        if files:
+            told = shlex.quote(f"./{files[0]}")
+            error.message = say("No such option: {name}. For the file write {file}.", name=name, file=told)
+        elif having:
             told = joined(having, last=" and ")
-            error.message = str(say("No such option: {name} It is one of {commands}.", name=name, commands=told))
+            error.message = say("No such option: {name}. It is one of {commands}.", name=name, commands=told)
         elif near:
-            error.message = str(say("No such option: {name} Did you mean {near}?", name=name, near=near[0]))
+            error.message = say("No such option: {name}. Did you mean {near}?", name=name, near=near[0])
 
     def _set_defaults(self, ctx: Any) -> None:
         """Take the options that a file sets as defaults; with `--show-settings` show all settings and exit."""
@@ -317,14 +323,12 @@ _USAGE = tuple(
             say("Missing argument {name}."),
             say("Missing option {name}."),
             say("Missing parameter {name}."),
-            say("No such option: {name} It is one of {commands}."),
-            say("No such option: {name} Did you mean {near}?"),
-            say("No such option: {name}"),
+            say("No such option: {name}."),
             say("No such command {name}. Did you mean {near}?"),
             say("No such command {name}."),
-            say("Got unexpected extra argument(s) ({names})"),
-            say("Got unexpected extra argument ({names})"),
-            say("Got unexpected extra arguments ({names})"),
+            say("Got unexpected extra argument(s) ({names})."),
+            say("Got unexpected extra argument ({names})."),
+            say("Got unexpected extra arguments ({names})."),
             say("Invalid value for {name}: {message}"),
             say("Option {name} requires an argument."),
             say("Option {name} does not take a value."),
@@ -333,18 +337,27 @@ _USAGE = tuple(
             say("{value} is not in the range {range}."),
             say("{value} is not a valid integer."),
             say("{value} is not a valid float."),
-            say("it must be {least} or more"),
-            say("it must be at most {most}"),
-            say("it must be a whole number"),
-            say("it must be a number"),
+            say("it must be {least} or more."),
+            say("it must be at most {most}."),
+            say("it must be a whole number."),
+            say("it must be a number."),
         ),
     )
 )
 
 
-def _translate(error: Exception) -> None:
-    """Let a usage error show itself in the language of the reader; in English click does."""
-    if tag() != "en" and hasattr(error, "show") and type(error).__name__ != "NoArgsIsHelpError":
+def _is_usage_error(error: Exception) -> bool:
+    return type(error).__module__.startswith(("typer.", "click."))
+
+
+def _finish(error: Any) -> None:
+    """End its sentence; let a usage error show itself in the language of the reader; in English click does."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return
+    text = getattr(error, "message", None)
+    if isinstance(text, str) and text and text[-1] not in ".?!":
+        error.message = f"{text}."
+    if tag() != "en" and hasattr(error, "show"):
         error.show = partial(_show_usage, error)
 
 
@@ -354,7 +367,8 @@ def _show_usage(error: Any, file: Any = None) -> None:
         print_err(say("Usage: {usage}", usage=context.get_usage().partition(":")[2].strip()))
         print_err(say("Try '{command}' for help.", command=f"{context.command_path} {context.help_option_names[0]}"))
         print_err("")
-    print_err(say("Error: {message}", message=recognised(error.format_message(), _USAGE)))
+    text = error.format_message()
+    print_err(say("Error: {message}", message=text if isinstance(text, Message) else recognised(text, _USAGE)))
 
 
 def _origin(context: Any, parameter: str, path: Path | None) -> str:

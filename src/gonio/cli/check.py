@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Paths = Annotated[
     list[str],
-    typer.Argument(help="Checkpoints: .safetensors, .pt, …, an index, or a folder with a model.", metavar="PATH…"),
+    typer.Argument(help="Checkpoints: .safetensors, .pt, …, an index, or a folder with a model.", metavar="PATH"),
 ]
 Save = Annotated[
     str | None, typer.Option("--save", help="Write the fingerprint of every tensor to FILE.", metavar="FILE")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _Recipes = Annotated[
     list[str] | None,
-    typer.Argument(help="Built-in recipes or recipe files; default: one of each method.", metavar="[RECIPE…]"),
+    typer.Argument(help="Built-in recipes or recipe files; default: one of each method.", metavar="RECIPE"),
 ]
 _Batch = Annotated[str, options.BATCH]
 _Optimizer = Annotated[str, typer.Option(help="Of recipes that name none, e.g. sgd, adamw or muon.", metavar="NAME")]

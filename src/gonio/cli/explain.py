@@ -41,7 +41,7 @@ _OTHER_MODELS = (
 
 def list_names(
     kind: Annotated[
-        Listed | None, typer.Argument(help="List these only.", metavar="[recipes|tasks|models|rules|columns|claims]")
+        Listed | None, typer.Argument(help="List these only.", metavar="recipes|tasks|models|rules|columns|claims")
     ] = None,
 ) -> None:
     """List recipes, tasks and models by name, the rules of findings, the columns of tables and the claims of papers."""
@@ -87,7 +87,7 @@ def explain(
     """Explain a finding or a column of `gonio measure`, or a claim; without a name, list the findings."""
     from gonio.lab.claims import claim_names, load_claim
     from gonio.measuring.explaining import explained_columns, explained_rules, in_its_language, titles
-    from gonio.measuring.findings.rules import RULES
+    from gonio.measuring.findings.rules import RULES, unknown_rule
     from gonio.measuring.findings.rules import explain as explain_rule
 
     if name is None:
@@ -105,5 +105,5 @@ def explain(
     else:
         do = say("Give a code such as G102, the title of a column such as align, or the name of a claim.")
         placeholder = word in ("code", "rule", "column", "claim")  # typed as a page has it
-        known = [*RULES, *titles(), *claim_names()]
-        raise UnknownNameError("rule, column or claim", name, known, do=do if placeholder else "")
+        kind, known = say("rule, column or claim"), [*titles(), *claim_names()]
+        raise UnknownNameError(kind, name, known, do=do) if placeholder else unknown_rule(name, kind, known)

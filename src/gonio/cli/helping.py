@@ -104,6 +104,17 @@ def _parts(text: str) -> Iterator[str]:
             yield part
 
 
+def _arguments_of(command: Any, ctx: Any) -> list[Any]:
+    """Its parameters that are words without a dash."""
+    return [each for each in command.get_params(ctx) if each.param_type_name == "argument"]
+
+
+def _of_usage(argument: Any) -> str:
+    """The name of an argument, with `…` if it takes several words, in brackets if it takes none as well."""
+    name = f"{argument.metavar or argument.name.upper()}{'…' if argument.nargs == -1 else ''}"
+    return name if argument.required else f"[{name}]"
+
+
 class LocalHelp:
     """A command, or a group of them, whose help is in the language of the reader."""
 
@@ -118,6 +129,20 @@ class LocalHelp:
 
 class Command(LocalHelp, TyperCommand):
     """A command of the program."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of its usage as the pages write them: `PATH…` for several, brackets for what can be left out."""
+        return [str(self.options_metavar), *map(_of_usage, _arguments_of(self, ctx))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Its arguments, by the words of the usage without their types, and its options."""
+        arguments = _arguments_of(self, ctx)
+        named = [(_of_usage(each).strip("[]"), each.get_help_record(ctx)[1]) for each in arguments]
+        options = [each.get_help_record(ctx) for each in self.get_params(ctx) if each not in arguments]
+        for heading, rows in (("Arguments", named), ("Options", [row for row in options if row is not None])):
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
 
     def get_short_help_str(self, limit: int = 45) -> str:
         """Its first sentence, for a list of commands."""

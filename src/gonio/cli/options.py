@@ -109,7 +109,7 @@ Source = Annotated[
 ]
 After = Annotated[
     list[str] | None,
-    typer.Argument(help="Checkpoints or adapters: report their changes from the first.", metavar="[AFTER…]"),
+    typer.Argument(help="Checkpoints or adapters: report their changes from the first.", metavar="AFTER"),
 ]
 OfCheckpoint = Annotated[
     str | None, typer.Option(help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL")

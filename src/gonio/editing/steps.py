@@ -455,9 +455,11 @@ def _holds_none() -> InvalidArgumentError:
 def _holds_copies() -> InvalidArgumentError:
     return InvalidArgumentError(
         "optimizer= must hold the parameters of the layers that change",
-        "an optimizer that trains copies of them, as in half precision by apex or DeepSpeed",
-        "Call it before copies are made if it changes the model once; what acts at each step needs an optimizer of the "
-        "parameters themselves, as a model in float32 under torch.autocast has it.",
+        "an optimizer that trains copies of them, as in half precision by apex or DeepSpeed, or a second model of the "
+        "same values",
+        "Pass the optimizer of this model. Call the verb before copies are made if it changes the model once; what "
+        "acts at each step needs an optimizer of the parameters themselves, as a model in float32 under "
+        "torch.autocast has it.",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gonio.errors import UnknownNameError
 from gonio.languages import language
 from gonio.measuring.changes import difference, several
 from gonio.measuring.findings import rules
@@ -50,7 +49,7 @@ def explain(name: str | Finding) -> str:
         return rules.explain(code)
     found = in_its_language(lambda: "\n".join(explained_columns(str(name))))
     if not found:
-        raise UnknownNameError("rule or column", str(name), [*RULES, *titles()])
+        raise rules.unknown_rule(str(name), say("rule or column"), titles())
     return found
 
 

@@ -64,6 +64,12 @@ class Magnitude(ABC):
     slope_and_elasticity: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
 
     def __post_init__(self) -> None:
+        named = {each.name.removeprefix("learn_") for each in fields(self) if each.name.startswith("learn_")}
+        if unknown := sorted({*named, *self.positive} - self.coefficients.keys()):
+            asked = (
+                f"{type(self).__name__}: learn_NAME and `positive` name coefficients, which are fields of type float"
+            )
+            raise InvalidArgumentError(asked, unknown[0], f"Declare {unknown[0]}: float, or leave it out.")
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type in ("bool", bool):

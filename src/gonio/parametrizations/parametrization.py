@@ -6,6 +6,7 @@ import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,6 +19,15 @@ from gonio.geometry.views import Layout
 
 VERSION = 2  # of the description in a checkpoint
 _KINDS: dict[str, type[Parametrization]] = {}
+
+
+def check_like(found: object, given: Tensor, what: str) -> None:
+    """Refuse what a map of a tensor returned unless it is a tensor of the same shape and dtype."""
+    if not isinstance(found, Tensor):
+        raise InvalidArgumentError(f"{what} returns a tensor", repr(found), "Return the tensor.")
+    if found.shape != given.shape or found.dtype != given.dtype:
+        asked = f"{what} returns a tensor of the shape {tuple(given.shape)} and dtype {given.dtype}"
+        raise InvalidArgumentError(asked, f"{tuple(found.shape)} and {found.dtype}", "Keep shape and dtype.")
 
 
 class Parametrization(nn.Module, ABC):
@@ -72,17 +82,23 @@ class Parametrization(nn.Module, ABC):
         if autocast_is_on(raw):
             with full_precision(raw):
                 return self._in_full_precision(raw)
-        return self.weight_of(raw) if raw.dtype in WIDE else self._in_full_precision(raw)
+        return self._weight(raw) if raw.dtype in WIDE else self._in_full_precision(raw)
 
     def _in_full_precision(self, raw: Tensor) -> Tensor:
         if raw.dtype in WIDE:
-            return self.weight_of(raw)
+            return self._weight(raw)
         wide = widen(raw)
         if raw.dtype is torch.float16:
             # Subnormal numbers (below 6e-5) count as zero but keep their gradient: a filter of subnormal
             # numbers has a gradient of size 1/norm, which float16 cannot represent; a zero filter has gradient 0.
             wide = wide - wide.detach() * (wide.detach().abs() < torch.finfo(raw.dtype).tiny)
-        return self.weight_of(wide).to(raw.dtype)
+        return self._weight(wide).to(raw.dtype)
+
+    def _weight(self, raw: Tensor) -> Tensor:
+        """What :meth:`weight_of` of a subclass returned; refused unless it can stand for the weight."""
+        found = self.weight_of(raw)
+        check_like(found, raw, f"{type(self).__name__}.weight_of()")
+        return found
 
     def remarks(self, weight: Callable[[], Tensor]) -> tuple[str, ...]:
         """Notes of :func:`gonio.measure` on the effective weight, which `weight` returns."""
@@ -183,6 +199,15 @@ class Parametrization(nn.Module, ABC):
         norm, or ``original``, ``u`` and ``v`` of torch's spectral norm.
         """
         return None
+
+    def check_options(self) -> None:
+        """Refuse options that the object does not have, or that a checkpoint cannot store."""
+        asked = f"{type(self).__name__}.options names attributes that are plain numbers or strings"
+        for name in self.options:
+            value = getattr(self, name, self)
+            if value is self or not isinstance(value, (bool, int, float, str, NoneType)):
+                found = f"no {name!r}" if value is self else f"{name}={value!r}"
+                raise InvalidArgumentError(asked, found, "Set it in __init__, or leave it out of options.")
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.options}

@@ -132,15 +132,34 @@ class WeightRegularizer(Regularizer):
         with full_precision(weight):
             weight = _widened(weight)
             if not (torch.is_grad_enabled() and weight.requires_grad) or not ordinary_eager(weight):
-                return self._evaluate(weight, layout, state)
+                return self._scalar(self._evaluate(weight, layout, state))
             refuse_inference(type(self).__name__, [("a weight", weight)])
             with torch.no_grad():
                 found = self._with_gradient(weight.detach(), layout, state)
             if found is None:
-                return self._evaluate(weight, layout, state)
+                return self._scalar(self._evaluate(weight, layout, state))
             evaluation, gradient = found
             plain = partial(self._evaluate, layout=layout, state=state)
             return replace(evaluation, value=apply(WithGradient, weight, evaluation.value, gradient, plain))
+
+    def _scalar(self, found: object) -> Evaluation:
+        """What :meth:`_evaluate` of a subclass returned; refused unless it is an Evaluation of a scalar."""
+        value = found.value if isinstance(found, Evaluation) else found
+        if (
+            isinstance(found, Evaluation)
+            and isinstance(value, Tensor)
+            and not value.dim()
+            and value.is_floating_point()
+        ):
+            return found
+        kind = (
+            f"a tensor of the shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
+        )
+        asked = f"{type(self).__name__}._evaluate() returns an Evaluation of a floating-point scalar"
+        inside = f"an Evaluation of {kind}" if isinstance(found, Evaluation) else kind
+        raise InvalidArgumentError(
+            asked, inside, "Return gonio.regularizers.Evaluation(value), summed over the groups."
+        )
 
     def lower_bound(self, weight: Tensor, layout: Layout = PLAIN) -> Tensor:
         """A lower bound of the value over all weights of this shape (and, where they matter, these filter norms).

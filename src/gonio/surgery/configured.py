@@ -42,7 +42,6 @@ class Configured:
     spec: str  # the name it was resolved from, for messages
     model: Callable[..., nn.Module]
     config: Callable[..., Any]  # takes keywords that replace values of the configuration
-    asked: str = "resolve()"  # what builds it, for messages
 
     def __call__(self, **sizes: int) -> nn.Module:
         """A model with random weights, unless it is larger than this machine's memory."""
@@ -51,7 +50,7 @@ class Configured:
             planned = sum(p.numel() * p.element_size() for p in self.model(config).parameters())
         if planned > (memory() or planned):
             why = f"its weights would take {planned / 2**30:.0f} GiB, more than this machine's memory"
-            raise NotApplicableError(self.asked, self.spec, why, _DO)
+            raise _unbuilt(self.spec, why, _DO)
         with self._building():
             return self.model(self.configuration(**sizes))
 
@@ -76,7 +75,11 @@ class Configured:
         except Exception as error:  # the library raises anything for an incomplete or invalid configuration
             found = " ".join(str(error).split())[:200]
             why = f"its configuration builds no model ({type(error).__name__}: {found})"
-            raise NotApplicableError(self.asked, self.spec, why, _DO) from error
+            raise _unbuilt(self.spec, why, _DO) from error
+
+
+def _unbuilt(spec: str, why: str, do: str) -> NotApplicableError:
+    return NotApplicableError("", spec, why, do, action="build the model")
 
 
 class _EmptyParameters(TorchFunctionMode):
@@ -89,17 +92,17 @@ class _EmptyParameters(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def configured(library: ModuleType, spec: str, path: Path, *, asked: str = "resolve()") -> tuple[Configured, Any]:
+def configured(library: ModuleType, spec: str, path: Path) -> tuple[Configured, Any]:
     """The factory of the models of a `config.json`, or of a folder that holds one, and their class."""
     data = read_config(path / CONFIG if path.is_dir() else path)
     if "quantization_config" in data:
         why = "its configuration is of a quantised model"
-        raise NotApplicableError(asked, spec, why, "Name the original model.")
+        raise _unbuilt(spec, why, "Name the original model.")
     names, listed = _class_names(library), data.get("architectures")
     known = [name for name in listed if isinstance(name, str) and name in names] if isinstance(listed, list) else []
     model = model_class(library, spec, known[0] if known else str(data.get("model_type", "")))
     kept = {key: value for key, value in data.items() if key not in _RUN_SETTINGS and not key.startswith("_")}
-    return Configured(spec, model, lambda **sizes: model.config_class.from_dict({**kept, **sizes}), asked), model
+    return Configured(spec, model, lambda **sizes: model.config_class.from_dict({**kept, **sizes})), model
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def load_library(package: str, spec: str) -> ModuleType:
         raise unusable(package, spec, error) from error
 
 
-def unusable(package: str, spec: str, error: Exception, *, kind: str = "resolve()") -> NotApplicableError:
+def unusable(package: str, spec: str, error: Exception, *, action: str = "build the model") -> NotApplicableError:
     """The error for an installed package that cannot be imported, with the first cause."""
     cause: BaseException = error
     while cause.__cause__ is not None:
@@ -160,4 +163,4 @@ def unusable(package: str, spec: str, error: Exception, *, kind: str = "resolve(
     do = f"Install a version of {package} that is compatible with this torch."
     if "torchvision::" in str(cause):  # its operators are compiled for one kind of torch
         do = "Install builds of torch and torchvision of one kind, both for the CPU or both for CUDA."
-    return NotApplicableError(kind, spec, why, do)
+    return NotApplicableError("", spec, why, do, action=action)

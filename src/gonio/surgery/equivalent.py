@@ -20,7 +20,7 @@ from gonio.editing.edit import Edit
 from gonio.editing.twin import copy_of, evaluating
 from gonio.editing.where import require_model, sites, unwrapped
 from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, first_line, with_article
-from gonio.messages import Message, say
+from gonio.messages import Message, joined, say
 from gonio.seeding import generator
 from gonio.surgery.facts import CONVOLUTIONS, TABLES, facts_of
 
@@ -28,6 +28,7 @@ from gonio.surgery.facts import CONVOLUTIONS, TABLES, facts_of
 SAME_OUTPUTS = {torch.float64: 1e-12, torch.float32: 1e-5}
 SAME_FUNCTION = {torch.float64: 1e-9, torch.float32: 1e-3}  # where an edit computes with other numbers
 
+_NORM_DIMS = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}  # of their inputs; those of nn.BatchNorm1d are 2 or 3
 _SAMPLES = 4096  # of sound: a quarter of a second
 _SIZES = (8, 16, 32, 64, 96, 128, 224, 256, 299, 384)
 _MOST_ENTRIES = 2**22  # of an input that is tried
@@ -176,7 +177,7 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str] | None:
         return "a model on the meta device, which has no values", "Load its weights first."
     with evaluating(model) as plain, torch.no_grad(), ExitStack() as hooks:
         for site in sites(plain):
-            if isinstance(site.module, (nn.Linear, *CONVOLUTIONS, *TABLES)):
+            if isinstance(site.module, (nn.Linear, *CONVOLUTIONS, *TABLES, *_NORM_DIMS)):
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(record, site.path), with_kwargs=True))
                 hooks.enter_context(site.module.register_forward_hook(lambda *_: last.clear()))  # it takes its input
         try:
@@ -188,6 +189,8 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str] | None:
             return None
     leaves = tree_flatten(example)[0]
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        if isinstance(example, Iterator):
+            return say("an iterator"), say("Pass one batch: next(iterator).")
         found = say("no tensor, but {kind}", kind=type(leaves[0]).__name__ if leaves else type(example).__name__)
         return found, say("Give tensors; torch.from_numpy(array) makes one of an array.")
     kind_fits = isinstance(raised, (TypeError, AttributeError)) and isinstance(example, (list, tuple))
@@ -199,6 +202,12 @@ def misfit(model: nn.Module, example: Any) -> tuple[str, str] | None:
         return inside.rstrip("."), f"Give the arguments of the model's forward ({wanted_names}) themselves, as a tuple."
     if isinstance(module, TABLES):
         return _no_indices(path, given, module.num_embeddings)
+    dims = next((each for kind, each in _NORM_DIMS.items() if last and isinstance(module, kind)), given.dim())
+    if given.dim() == dims - 1:
+        found = say(
+            "{given} dimensions at the layer {path!r}, which takes {dims}", given=dims - 1, path=path, dims=dims
+        )
+        return found, say("Add the dimension of the examples: batch[None].")
     if last and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dtype != given.dtype:
         names = {"given": str(given.dtype).removeprefix("torch."), "wanted": str(weight.dtype).removeprefix("torch.")}
         found = say("{given} at the layer {path!r}, whose weight has the dtype {wanted}", path=path, **names)
@@ -266,8 +275,13 @@ def checked_batches(verb: str, batches: Iterable[Any]) -> Iterable[Any]:
 
     Raises: InvalidArgumentError for one batch alone, whose rows would count as batches.
     """
-    if isinstance(batches, (Tensor, Mapping)):
+    entries = batches if isinstance(batches, (list, tuple)) else ()
+    labelled = all(isinstance(each, Tensor) for each in entries) and len({each.dim() for each in entries}) > 1
+    if labelled or isinstance(batches, (Tensor, Mapping)):
         found = say("a dict")
+        if labelled:
+            dims = joined([str(each.dim()) for each in entries], last=" and ")
+            found = say("tensors of {dims} dimensions, as inputs and labels have", dims=dims)
         if isinstance(batches, Tensor):
             found = say("one tensor of the sizes {sizes}", sizes="x".join(map(str, batches.shape)))
         asked = say("{verb} takes several batches, as a list or a DataLoader", verb=verb)

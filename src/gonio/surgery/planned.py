@@ -147,7 +147,7 @@ def planned(path: Path) -> Planned | str:
         raise InvalidArgumentError(f"anatomy() of a checkpoint reads its {CONFIG}", f"no file {str(place)!r}", do)
     data = read_config(place)
     try:
-        found, _ = configured(load_library("transformers", str(path)), str(path), place, asked="anatomy()")
+        found, _ = configured(load_library("transformers", str(path)), str(path), place)
         return _built(found, data)
     except MissingExtraError:
         return _stated(say("transformers is not installed, which would build the model"), data)

@@ -69,8 +69,8 @@ def swap_(
             replaced in place; if a selected layer contains another one and the factory drops it; if the forward of the
             model reads a tensor of the layer, such as running statistics, that the new layer does not have; if the
             model is sharded, or replicated and gets other parameters.
-        InvalidArgumentError: if the factory is a layer class or makes something else than a module, or if `optimizer`
-            is not of this model.
+        InvalidArgumentError: if the factory is a layer or a layer class, or makes something else than a module, or if
+            `optimizer` is not of this model.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -137,12 +137,18 @@ def accepted_layers(factory: Callable[..., nn.Module]) -> tuple[type[nn.Module],
 
     Without an annotation of its first parameter a function takes every module.
 
-    Raises: InvalidArgumentError for a layer class, whose first parameter is a number, say.
+    Raises: InvalidArgumentError for a layer, and for a layer class, whose first parameter is a number, say.
     """
     given: object = factory
     if not callable(given):
         do = "Pass a function, such as gonio.nn.to_group_norm or gonio.nn.DecoupledConv2d.from_conv."
         raise InvalidArgumentError("swap_ needs a function that makes a layer from a layer", repr(factory), do)
+    if isinstance(given, nn.Module):
+        kind = type(given).__name__
+        do = f"For the same layer everywhere pass a function that makes it, e.g. lambda layer: {kind}(…)."
+        raise InvalidArgumentError(
+            "swap_ needs a function that makes a layer from a layer", f"{with_article(kind)}, which is a layer", do
+        )
     if takes := getattr(_stating(factory), "takes", None):
         return tuple(takes)
     is_class = isinstance(factory, type)

@@ -91,7 +91,7 @@ def torchvision_dataset(spec: str) -> Task:
     except MissingExtraError:
         raise
     except Exception as error:  # installed, but for another torch
-        raise unusable("torchvision", f"torchvision:{name}", error, kind="a task") from error
+        raise unusable("torchvision", f"torchvision:{name}", error, action="load the task") from error
     if name not in datasets.__all__:
         raise UnknownNameError("torchvision data set", name, datasets.__all__)
     return image_task(f"torchvision:{name}", _parts(getattr(datasets, name), name, Path(folder or "data")))

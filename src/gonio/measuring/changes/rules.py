@@ -68,16 +68,16 @@ def _intruders(t: TensorDifference) -> str | None:
     if t.moved_from:  # all directions are those of another weight
         return None
     top = len(t.intruder_cosines)
-    for found, by_chance, of in (
-        (t.intruders, t.intruders_random, say("{top} top", top=top)),
-        (t.intruders_first, t.intruders_first_random, say("{FIRST} largest", FIRST=FIRST)),
+    for found, by_chance, among in (
+        (t.intruders, t.intruders_random, top),
+        (t.intruders_first, t.intruders_first_random, FIRST),
     ):
         if found is not None and found >= (by_chance or 0) + MORE:
             return say(
-                "{found} of the {of} directions {are} like none of the base; {value} after a random "
+                "{found} of the {among} largest directions {are} like none of the base; {value} after a random "
                 "change of the same norm",
                 found=found,
-                of=of,
+                among=among,
                 are=are(found),
                 value=by_chance or 0,
             )

@@ -8,6 +8,7 @@ weights, and why that can matter; the false-alarm rates were measured on randoml
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -236,6 +237,12 @@ def markdown_findings(findings: Sequence[Finding], whole: str = "the model") -> 
     return [*said, ""] if said else []
 
 
+def unknown_rule(name: str, kind: str = "rule", also: Iterable[str] = ()) -> UnknownNameError:
+    """The error for a name that no rule has; a code of the right form is near to no other code."""
+    do = say("`gonio list rules` shows all codes.") if re.fullmatch(r"[A-Za-z]\d{3}", name.strip()) else ""
+    return UnknownNameError(kind, name, [*RULES, *also], do=do)
+
+
 def explain(code: str | Finding) -> str:
     """A rule in words: what it finds, its meaning, the value for random weights, what to do, what `gonio.doctor` does
     about it or why it does nothing, its false-alarm rate.
@@ -253,7 +260,7 @@ def explain(code: str | Finding) -> str:
     name = code.code if isinstance(code, Finding) else code
     rule = RULES.get(name.strip().upper())
     if rule is None:
-        raise UnknownNameError("rule", name, RULES)
+        raise unknown_rule(name)
     text = rule.text
     alarms = say("none by construction: {why}", why=text.exact) if text.exact else _rate(rule.code)
     prescription = text.prescription

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gonio.errors import UnknownNameError
-from gonio.measuring.findings.rules import RULES, Finding, Suppressed
+from gonio.measuring.findings.rules import RULES, Finding, Suppressed, unknown_rule
 from gonio.measuring.measurements import Measurements
 from gonio.surgery import as_selector, sites
 
@@ -84,7 +83,7 @@ class Suppression:
 def _known_code(code: str) -> str:
     found = str(code).strip().upper()
     if found not in RULES:
-        raise UnknownNameError("rule", str(code), RULES)
+        raise unknown_rule(str(code))
     return found
 
 
