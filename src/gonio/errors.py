@@ -11,9 +11,11 @@ import copyreg
 import difflib
 import importlib
 import random
+import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -99,6 +101,23 @@ def first_line(error: BaseException, longest: int = 200, *, kind: bool = False) 
     name, said = type(error).__name__, str(error).strip().partition("\n")[0]
     said = said if len(said) <= longest else f"{said[: longest - 1]}…"
     return f"{name}: {said}" if kind and said else said or name
+
+
+def with_place(error: BaseException, longest: int = 2000) -> str:
+    """What an exception says, with its type before it and the line that raised it behind it.
+
+    Example:
+        >>> from gonio.errors import with_place
+        >>> try:
+        ...     {}["key"]
+        ... except KeyError as error:
+        ...     with_place(error).partition(" (")[0]
+        "KeyError: 'key'"
+    """
+    kind, plain = type(error), type(error).__module__ == "builtins" or isinstance(error, GonioError)
+    name = kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{f'{name}: {error}'[:longest]} ({Path(where.filename).name}:{where.lineno})"
 
 
 def cause_of(error: BaseException) -> str:

@@ -133,6 +133,8 @@ def test_what_is_no_study_is_refused(command: str, tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert "there is no such folder" in result.stderr
     assert "there is no plan.json in it" in invoke(command, tmp_path).stderr
+    (tmp_path / "file").write_text("text")
+    assert "cannot be used; it is not a folder. Check the path." in invoke(command, tmp_path / "file").stderr
 
 
 @pytest.mark.parametrize("command", ["status", "report"])

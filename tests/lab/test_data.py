@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gonio import models
 from gonio.errors import InvalidArgumentError
-from gonio.lab import Task, make_plan
+from gonio.lab import Split, Task, make_plan
 from gonio.lab.running.training import batches, evaluate, execute_run
 from gonio.lab.tasks import images, resolve
 from gonio.lab.tasks.task import examples_of, paired, seeded
@@ -168,6 +168,12 @@ def test_what_cannot_be_paired_is_refused_with_the_reason() -> None:
         make_plan([], task=f"{__file__}:unseeded", seeds=1)
 
 
+def test_examples_with_nan_are_the_same_when_they_are_read_again() -> None:
+    hollow = torch.zeros(8, 2).index_fill(1, torch.tensor([1]), float("nan"))
+    assert paired(Split(hollow, torch.zeros(8, dtype=torch.long)), 4)
+    assert not paired(Split(hollow, torch.zeros(8, dtype=torch.long)), 4, augment=lambda x, draw: x + torch.rand(1))
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield torch.zeros(1), 0
@@ -270,3 +276,8 @@ def test_user_files_import_their_neighbours_whose_text_is_part_of_the_plan(tmp_p
         (tmp_path / name).write_text(NEIGHBOURS[name] + "# changed\n")
         assert code_digest(spec) != digest
         digest = code_digest(spec)
+
+
+def test_a_field_of_another_kind_is_told_on_one_line() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"Task\(model=\) is the name of a model.* found Sequential\( \(0\)"):
+        tiny(model=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))

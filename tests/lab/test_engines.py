@@ -22,7 +22,7 @@ import pytest
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.lab import Study, make_plan, make_script_plan, run
 from gonio.lab.running.engines import NodeLost, Ray, ray
-from gonio.lab.running.engines.local import Worker
+from gonio.lab.running.engines.local import Worker, call_apart
 from gonio.lab.running.scheduler import Lines
 from lab.plans import OWN, TINY, Ended, Here
 from lab.ray_clusters import head
@@ -60,7 +60,7 @@ def test_the_server_imports_what_it_is_given_beside_its_starter() -> None:
     from gonio.lab.running.engines.local import server_running
     with server_running("colorsys"):
         assert "torch" not in sys.modules
-    from gonio.lab.running.engines.local import Worker
+    from gonio.lab.running.engines.local import Worker, call_apart
     for name in ("colorsys", "torch"):
         print(Worker(eval, f"{name!r} in __import__('sys').modules").result())
 """
@@ -75,6 +75,14 @@ def test_the_server_imports_what_it_is_given_beside_its_starter() -> None:
 def test_a_death_has_a_cause(function: object, argument: int, cause: str) -> None:
     with pytest.raises(ChildProcessError, match=rf"the process of this run died \({cause}\)"):
         Worker(function, argument).result()  # type: ignore[arg-type]
+
+
+def test_an_exception_of_a_call_is_told_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ChildProcessError, match=r"^ValueError: .*abc.* \(local\.py:\d+\)$"):
+        call_apart(int, "abc")
+    with pytest.raises(ChildProcessError, match=r"^ValueError: Out of range float values are not JSON compliant"):
+        call_apart(float, "nan")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 PATIENCE = 500.0  # seconds; the machine may be busy with something else

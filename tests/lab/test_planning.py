@@ -167,6 +167,14 @@ def test_the_baseline_cannot_be_given_as_a_recipe() -> None:
         make_plan([Recipe("baseline")], seeds=1)
 
 
+def test_a_recipe_that_is_another_one_again_is_noted() -> None:
+    first = Recipe.load("orthogonal-init")
+    notes = make_plan([first, replace(first, name="again", source="me"), Recipe("empty")], seeds=1).notes
+    assert "again has the rules of orthogonal-init: it is the same recipe, and Holm's correction counts both." in notes
+    assert "empty has no rules: it is the baseline under another name, and Holm's correction counts it." in notes
+    assert not any("Holm" in note for note in make_plan([first], seeds=1).notes)
+
+
 def test_a_recipe_that_changes_several_things_is_noted() -> None:
     both = replace(Recipe.load("orthogonal-init"), name="both", penalty=Recipe.load("scale-shift").penalty)
     notes = make_plan([both], seeds=1).notes

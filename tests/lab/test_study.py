@@ -85,6 +85,15 @@ def test_costs_are_measured_once_per_recipe(tmp_path: Path) -> None:
     assert (ratio.median, ratio.n) == (2.0, 1)
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    for path, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "study", "Not a directory")):
+        with pytest.raises(StudyError, match=rf"the folder cannot be made \({why}\). Name another folder \(-o\)."):
+            Study.create(path, plan_of(seeds=1))
+        with pytest.raises(StudyError, match=rf"the folder cannot be made \({why}\)"):
+            run(plan_of(seeds=1), path)
+
+
 def test_the_same_plan_resumes_and_more_seeds_extend(tmp_path: Path) -> None:
     study = Study.create(tmp_path, plan_of(seeds=2))
     study.add(study.plan.recipes[0], finished("baseline", 0), {})

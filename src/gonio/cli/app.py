@@ -427,6 +427,8 @@ def users_code(*specs: str | None) -> Iterator[None]:
         files = [Path(spec.rpartition(":")[0]).resolve() for spec in named]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() in files]
         place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+        ran = {(Path(f.filename).resolve(), f.name) for f in frames}
+        named = [s for s, file in zip(named, files, strict=True) if (file, s.rpartition(":")[2]) in ran] or named
         raise UserCodeError(
             say(
                 "{specs} raised {kind}: {error}{place}",

@@ -91,8 +91,10 @@ def _print_damage(names: list[str]) -> None:
 
 
 def _check_folder(study: Path) -> None:
-    if not study.is_dir():
+    if not study.exists():
         raise StudyError(str(study), "there is no such folder", "Check the path.")
+    if not study.is_dir():
+        raise StudyError(str(study), "it is not a folder", "Check the path.")
 
 
 def _grid(plan: StudyPlan, runs: tuple[RunRecord, ...]) -> str:

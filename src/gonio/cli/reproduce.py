@@ -89,7 +89,8 @@ def reproduce(
         sources=called,
     )  # fmt: skip
     if dry_run:
-        _show_plans(claims, chosen, jobs)
+        with users_code(task, model):
+            _show_plans(claims, chosen, jobs)
         return
     beside = {"--data": data, "-o": output if output != _FOLDER else None}
     _run(claims, chosen, output, jobs=jobs, json=json, command=command_of(names or (), chosen, beside))
@@ -124,10 +125,12 @@ def _list(claims: Mapping[str, Claim]) -> None:
 
 def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None) -> None:
     """Runs and estimated time of each claim, from a few training steps of each arm."""
-    from gonio.lab.claims.experiment import plan_claim, unfair_plan
+    from gonio.lab.claims.experiment import check_data, plan_claim, unfair_plan
     from gonio.lab.planning.dry_run import plan_seconds
     from gonio.lab.running.engines import default_jobs
+    from gonio.pages.tables import duration
 
+    check_data(claims, chosen)
     at_once, total = jobs or default_jobs(), 0.0
     for claim in claims:
         if claim.budget == "none":
@@ -140,11 +143,11 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
         size = say("{arms} × {seeds}", arms=arms, seeds=seeds_of)
         print_out(
             say(
-                "{name}: {size}, task {task}, about {seconds:.0f} s{too_few}",
+                "{name}: {size}, task {task}, about {time}{too_few}",
                 name=claim.name,
                 size=size,
                 task=plan.task,
-                seconds=seconds,
+                time=duration(seconds),
                 too_few=_too_few(claim, len(plan.seeds)),
             )
         )
@@ -152,7 +155,7 @@ def _show_plans(claims: Sequence[Claim], chosen: ClaimOptions, jobs: int | None)
             print_out(unfair)
     if all(claim.budget == "none" for claim in claims):
         return
-    print_out(say("in all about {minutes:.0f} min with {at_once} runs at a time", minutes=total / 60, at_once=at_once))
+    print_out(say("in all about {time} with {runs} at a time", time=duration(total), runs=counted(at_once, "run")))
 
 
 def _too_few(claim: Claim, seeds: int) -> str:
@@ -162,7 +165,8 @@ def _too_few(claim: Claim, seeds: int) -> str:
 
     size = max([1, *(len(of) for of in families().values() if claim.name in of)])
     least = enough(size)
-    return f"; {least} seeds or more can decide it" if seeds < least and claim.scope != "identity" else ""
+    short = seeds < least and claim.scope != "identity"
+    return say("; {least} seeds or more can decide it", least=least) if short else ""
 
 
 def _run(

@@ -140,7 +140,7 @@ def test_a_dry_run_says_what_is_not_tried_and_what_cannot_be_decided(claim: str)
     found = invoke("reproduce", "bn-imagenet", claim, "--dry-run")
     assert found.exit_code == 0
     assert "bn-imagenet: not tried: " in found.stdout
-    assert "in all about" in found.stdout
+    assert re.search(r"^in all about [1-9]\d* (s|min) with \d+ runs? at a time$", found.stdout, re.MULTILINE)
     assert "in all about" not in invoke("reproduce", "bn-imagenet", "--dry-run").stdout
     assert "can decide it" not in found.stdout, "an identity is not tested by its signs"
     member = load_claim("som-spread")
@@ -148,6 +148,30 @@ def test_a_dry_run_says_what_is_not_tried_and_what_cannot_be_decided(claim: str)
     least = next(n for n in range(2, 40) if size * 2.0 ** (1 - n) < 0.05)
     assert _too_few(member, least - 1) == f"; {least} seeds or more can decide it"
     assert _too_few(member, least) == ""
+
+
+def test_times_below_two_minutes_are_in_seconds_and_one_run_is_singular(claim: str) -> None:
+    found = invoke("reproduce", claim, "--dry-run", "--jobs", "1").stdout
+    assert re.search(r"^in all about [1-9]\d* s with 1 run at a time$", found, re.MULTILINE), found
+
+
+def test_a_task_of_ones_own_that_fails_is_named_and_no_defect(claim: str, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text('def rings():\n    raise TypeError("no rings")\n', encoding="utf-8")
+    named = f"{tmp_path / 'fails.py'}:rings"
+    for words in (["--dry-run"], ["-o", str(tmp_path / "out")]):
+        found = invoke("reproduce", claim, "--task", named, *words)
+        assert found.exit_code == 3
+        assert f"{named} raised TypeError: no rings (fails.py, line 2, in rings)" in found.stderr
+        assert "Traceback" not in found.stderr
+
+
+def test_data_that_no_task_reads_are_refused(claim: str, tmp_path: Path) -> None:
+    for words in (["--dry-run"], ["-o", str(tmp_path / "out")], ["--task", "digits", "--dry-run"]):
+        found = invoke("reproduce", claim, "--data", "nowhere", *words)
+        assert found.exit_code == 2
+        assert "--data is for tasks on cifar10, fashion-mnist" in found.stderr
+        assert "found --data nowhere for digits. Leave --data out." in found.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_that_cannot_be_fair_is_named_before_its_runs(claim: str, tmp_path: Path) -> None:

@@ -31,7 +31,12 @@ def seen(values: tuple[float, ...], **fields: object) -> Evidence:
         (seen(RISE, obstacle="No arm trains."), "not a fair test", "No arm trains"),
         (seen((0.0,) * 8, sesoi=0.0), "undecided", "no smallest effect of interest is named"),
         (seen((0.1, 0.12, 0.09, 0.11), direction="same"), "reproduced", "lies within ±1 point"),
-        (seen((0.0,) * 5, direction="same"), "reproduced", "lies within"),
+        (seen((0.0,) * 6, direction="same"), "reproduced", r"lies within ±1 point \(p = 0.031 after Holm"),
+        (seen((0.0,) * 5, direction="same"), "undecided", r"p = 0.062 after Holm\). About 6 seeds would decide"),
+        (seen((0.1 + 0.2, 0.3, 0.3), direction="same"), "undecided", "p = 0.250 after Holm"),
+        (seen((4.0,) * 3, direction="same"), "undecided", "lies outside"),
+        (seen((0.0,) * 5), "undecided", "use 6 seeds or more"),
+        (seen((0.0,) * 6), "no useful effect", "lies within"),
         (seen(RISE, direction="same"), "contradicted", "outside of ±1 point"),
         (seen((3.0, -2.0, 4.0, -3.0), direction="same"), "undecided", "partly outside"),
     ],
@@ -43,6 +48,14 @@ def test_each_rule_gives_its_verdict(evidence: Evidence, verdict: str, reason: s
     assert found.verdict == verdict
     assert found.verdict in VERDICTS
     assert re.search(reason, found.reason)
+
+
+def test_equal_values_of_an_identity_are_enough_because_it_has_no_noise() -> None:
+    zeros = (0.0,) * 3
+    (holds,) = judge([seen(zeros, direction="same")], exact=True)
+    assert (holds.verdict, holds.p) == ("reproduced", 0.0)
+    assert judge([seen((4.0,) * 3, direction="same")], exact=True)[0].verdict == "contradicted"
+    assert judge([seen(zeros)], exact=True)[0].verdict == "no useful effect"
 
 
 def test_the_correction_counts_all_claims_of_the_run() -> None:

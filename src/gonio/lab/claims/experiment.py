@@ -36,7 +36,7 @@ from gonio.lab.record import RunRecord
 from gonio.lab.running.engines import Devices, Local
 from gonio.lab.running.measures import MeasureSpec, spec_of
 from gonio.lab.running.scheduler import Watcher, run
-from gonio.lab.running.study import Study
+from gonio.lab.running.study import Study, made
 from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.built_in import resolve as resolve_task
 from gonio.lab.tasks.images import FASHION_FOLDER
@@ -158,6 +158,19 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
                 built = _built(plan, entry, task, own=own_model)
             arm.built_recipe.plan(built)
     return plan
+
+
+def check_data(claims: Sequence[Claim], options: ClaimOptions) -> None:
+    """Refuse --data where no claim that is tried has a task whose data lie outside of the package.
+
+    Raises:
+        InvalidArgumentError: nothing would read them.
+    """
+    tried = [claim.setting(full=options.full).task for claim in claims if claim.budget != "none"]
+    used = dict.fromkeys([options.task] if options.task else tried)
+    if options.data is not None and not any(task in _WHERE for task in used):
+        found = f"--data {options.data} for {', '.join(map(str, used)) or 'no task'}"
+        raise InvalidArgumentError(f"--data is for tasks on {', '.join(_WHERE)}", found, "Leave --data out.")
 
 
 def _check_score(claim: Claim, setting: Experiment, measured: MeasureSpec, task: Task) -> None:
@@ -297,6 +310,7 @@ def try_claims(
     if twice := next((name for name in names if names.count(name) > 1), None):
         needs, do = "each claim needs its own name, which is that of its folder", "Try them in different folders (-o)."
         raise InvalidArgumentError(needs, f"two claims with the name {twice}", do)
+    check_data(claims, options)
     plans = {claim.name: plan_claim(claim, options) for claim in claims if claim.budget != "none"}
     for claim in (claim for claim in claims if claim.name in plans):
         _check_unchanged(claim, plans[claim.name], Path(folder) / claim.name, full=options.full)
@@ -357,8 +371,7 @@ def _remember(claim: Claim, folder: Path, options: ClaimOptions) -> None:
         "full": options.full,
         "own": _own(options),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", folder / CLAIM_FILE)
+    write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", made(folder) / CLAIM_FILE)
 
 
 def claims_in(folder: str | Path) -> ClaimResults | None:

@@ -179,7 +179,8 @@ def judged(found: Sequence[ClaimResult]) -> tuple[ClaimResult, ...]:
         groups.setdefault(member.get(name, f"{at} {name}"), []).append(at)
     for family, members in groups.items():
         size = len(families().get(family, ()))
-        verdicts = judge([evidence[at] for at in members], size=size)
+        exact = all(found[at].claim.scope == "identity" for at in members)
+        verdicts = judge([evidence[at] for at in members], size=size, exact=exact)
         evidence |= dict(zip(members, verdicts, strict=True))
     return tuple(
         replace(one, evidence=_with_looks(evidence[at], one.history)) if one.plan else one

@@ -177,8 +177,8 @@ def detectable(pairs: int, comparisons: int) -> float | None:
     if least_p(pairs) >= alpha:
         return None
     if pairs <= _SIMULATED:
-        return _least(_simulated_power(pairs, alpha, _STUDIES), (0.0, 50.0), steps=20)
-    found = _least(_t_power(pairs, alpha), (0.0, 50.0), steps=20)
+        return _least(_simulated_power(pairs, alpha, _STUDIES), (0.0, _HUGE), steps=20)
+    found = _least(_t_power(pairs, alpha), (0.0, _HUGE), steps=20)
     if pairs > _COARSE or alpha >= _STEPS * least_p(pairs):
         return found
     studies = _STUDIES // (2 if pairs <= 12 else 4)
@@ -233,6 +233,7 @@ _UNITS = {
     "nats": (say("nat"), say("nats")),
     "bits": (say("bit"), say("bits")),
 }  # of measures: 1 of them, and several
+_HUGE = 50.0  # standard deviations, an effect that every seed shows
 _FEWEST = 3  # pairs below which nothing is judged
 _MOST_SEEDS = 1000  # that an undecided verdict recommends
 
@@ -293,21 +294,23 @@ def contrasts(
     }
 
 
-def judge(family: Sequence[Evidence], *, size: int | None = None) -> list[Evidence]:
+def judge(family: Sequence[Evidence], *, size: int | None = None, exact: bool = False) -> list[Evidence]:
     """The evidence of one family of sentences with its verdicts; p values are corrected for the size of the family.
 
     Args:
         size: of the family, if it has members without evidence; they count with p = 1, as those with an obstacle do.
+        exact: the values are no sample with noise but an identity, computed several times; so equal ones are enough.
 
     The first rule that applies decides:
 
     1. *not a fair test*: the evidence names an obstacle.
     2. *undecided*: there are fewer than 3 values.
-    3. *no useful effect* (unless the sentence is one of equality): the 95 % interval lies within ± `sesoi`.
+    3. *no useful effect* (unless the sentence is one of equality): the 95 % interval lies within ± `sesoi`. Equal
+       values have an interval without width; they need as many seeds as the sign-flip test, 6.
     4. *reproduced*: the corrected p is below 0.05, the interval excludes 0, and the mean has the claimed sign and at
        least the size of `sesoi`. *contradicted*: the same with the other sign, of any size. A sentence of equality
        is reproduced if the corrected p is below 0.05 and the mean lies within ± `sesoi`, and contradicted if it lies
-       outside.
+       outside; the p of equal values is the least of the sign-flip test.
     5. *too noisy*: the noise of a control is larger than `sesoi`.
     6. *undecided*: everything else.
 
@@ -317,11 +320,11 @@ def judge(family: Sequence[Evidence], *, size: int | None = None) -> list[Eviden
         >>> judge([seen])[0].verdict
         'reproduced'
     """
-    raw = [_p_value(seen) for seen in family]
+    raw = [_p_value(seen, exact=exact) for seen in family]
     size = max(len(raw), size or 0)
     counted_in = [1.0 if seen.obstacle else p for seen, p in zip(family, raw, strict=True)]
     adjusted = holm([*counted_in, *[1.0] * (size - len(raw))]).tolist()[: len(raw)] if raw else []
-    found = [_judged(seen, p, p_holm, size) for seen, p, p_holm in zip(family, raw, adjusted, strict=True)]
+    found = [_judged(seen, p, p_holm, size, exact) for seen, p, p_holm in zip(family, raw, adjusted, strict=True)]
     return [_too_noisy(seen) for seen in found]
 
 
@@ -337,22 +340,28 @@ def _too_noisy(seen: Evidence) -> Evidence:
     return replace(seen, verdict="too noisy", reason=why)
 
 
-def _p_value(seen: Evidence) -> float:
+def _p_value(seen: Evidence, *, exact: bool) -> float:
     if seen.direction != "same":
         return sign_flip(seen.values)
-    return 1.0 if seen.n < _FEWEST else _equivalence_p(seen.values, seen.sesoi)
+    return 1.0 if seen.n < _FEWEST else _equivalence_p(seen.values, seen.sesoi, exact=exact)
 
 
-def _equivalence_p(values: Sequence[float], sesoi: float) -> float:
-    """Two-sided p value of "the mean is ± sesoi"; below 0.05 the 95 % interval is wholly within or wholly outside."""
+def _equivalence_p(values: Sequence[float], sesoi: float, *, exact: bool) -> float:
+    """Two-sided p value of "the mean is ± sesoi"; below 0.05 the 95 % interval is wholly within or wholly outside.
+
+    Equal values, e.g. counts of few examples, do not show how large the noise is, which the t test needs. The sign-flip
+    test of their distance from ± sesoi does not: all lie on one side, which gives its smallest p.
+    """
     mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
     margin = abs(sesoi - abs(mean))
-    if error == 0:
-        return 0.0 if margin > 0 else 1.0
+    if margin == 0:
+        return 1.0
+    if error <= _TIE * margin:
+        return 0.0 if exact else least_p(len(values))
     return min(1.0, 2 * float(require_scipy().t.sf(margin / error, len(values) - 1)))
 
 
-def _judged(seen: Evidence, p: float, p_holm: float, size: int) -> Evidence:
+def _judged(seen: Evidence, p: float, p_holm: float, size: int, exact: bool) -> Evidence:
     n = seen.n
     mean, low, high = paired_t(seen.values) or (seen.values[0] if n else None, None, None)
     sds = detectable(n, size) if n >= _FEWEST else None
@@ -368,14 +377,16 @@ def _judged(seen: Evidence, p: float, p_holm: float, size: int) -> Evidence:
     elif seen.direction == "same":
         verdict, reason = _same(found, mean, low, high, size)
     else:
-        verdict, reason = _directed(found, mean, low, high, size)
+        verdict, reason = _directed(found, mean, low, high, size, exact)
     return replace(found, verdict=verdict, reason=reason)
 
 
-def _directed(seen: Evidence, mean: float, low: float, high: float, size: int) -> tuple[str, Message]:
+def _directed(seen: Evidence, mean: float, low: float, high: float, size: int, exact: bool) -> tuple[str, Message]:
     clear = (seen.p_holm or 0.0) < ALPHA and not low <= 0 <= high
     sesoi = points(seen.sesoi, seen.unit)
-    if seen.sesoi and -seen.sesoi <= low and high <= seen.sesoi:
+    # an interval without width, of few equal values, does not show the noise
+    known = exact or high - low > 2 * _TIE * seen.sesoi or least_p(seen.n) < ALPHA
+    if known and seen.sesoi and -seen.sesoi <= low and high <= seen.sesoi:
         if clear:
             return "no useful effect", say(
                 "The 95 % interval lies within ±{sesoi}, the smallest effect of interest; "
@@ -442,7 +453,7 @@ def _remedy(seen: Evidence, size: int) -> list[Message]:
     """The number of seeds with which an effect of sesoi is found in 80 % of studies, by the t test."""
     if not seen.sesoi:
         return []
-    effect, alpha = seen.sesoi / max(statistics.stdev(seen.values), 1e-300), ALPHA / size
+    effect, alpha = min(seen.sesoi / max(statistics.stdev(seen.values), 1e-300), _HUGE), ALPHA / size
     seeds = np.array([*range(seen.n + 1, 33), *range(40, _MOST_SEEDS, 20)])
     found = seeds[(2.0 ** (1 - seeds) < alpha) & (_t_power(seeds, alpha)(effect) >= _POWER)]
     if len(found):

@@ -14,6 +14,7 @@ from gonio.lab.running.training import build, evaluate, task_of
 from gonio.lab.running.tuning import space_of
 from gonio.lab.tasks.task import Task
 from gonio.messages import counted, joined, say
+from gonio.pages.tables import duration
 
 _START = 0.2  # seconds to fork a run's process, load its data and store its row
 _COSTS = 10.0  # seconds to measure the costs afterwards
@@ -57,8 +58,7 @@ def dry_run(plan: StudyPlan, *, jobs: int) -> str:
         )
     if not plan.scripted:
         seconds = plan_seconds(plan, jobs)
-        shown = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-        lines.append(say("about {time} with {runs} at a time", time=shown, runs=counted(jobs, "run")))
+        lines.append(say("about {time} with {runs} at a time", time=duration(seconds), runs=counted(jobs, "run")))
     return joined([*lines, _power(plan), *(say("note: {text}", text=note) for note in plan.notes)], "\n")
 
 

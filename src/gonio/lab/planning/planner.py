@@ -103,12 +103,7 @@ def make_plan(
     chance = _chance(data, outputs)
     fitting, left_out = _chosen(recipes, data, net)
     entries = [RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)]
-    confounded = [
-        f"{each.name} changes several things at once ({', '.join(each.changes)}): its effect belongs to all of them "
-        "together."
-        for each in entries
-        if len(each.changes) > 1
-    ]
+    remarks = [*left_out, *_remarks(entries)]
     plan = StudyPlan(
         task=task,
         model=spec,
@@ -123,7 +118,7 @@ def make_plan(
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=code_digests(task, spec),
-        notes=(*data.notes, *notes_on_data(data), *unsteady, *unusual, *left_out, *confounded, *_notes_on(device)),
+        notes=(*data.notes, *notes_on_data(data), *unsteady, *unusual, *remarks, *_notes_on(device)),
         versions=installed_versions(),
         command=command,
         tuning=Tuning(trials=tune) if tune else None,
@@ -194,10 +189,11 @@ def make_script_plan(
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
     fitting = [recipe for recipe in loaded if recipe.name not in unfit]
+    entries = [RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)]
     return StudyPlan(
         task=script,
         model="",
-        recipes=tuple(RecipeEntry.of(recipe) for recipe in (Recipe(BASELINE), *fitting)),
+        recipes=tuple(entries),
         seeds=seeds_of(seeds),
         training=None,
         metric=metric,
@@ -207,12 +203,36 @@ def make_script_plan(
         data="",
         sesoi=sesoi,
         code=code_digests(script),
-        notes=(_SCRIPT_NOTE, *map(_left_out, unfit)),
+        notes=(_SCRIPT_NOTE, *map(_left_out, unfit), *_alike(entries)),
         versions=installed_versions(),
         command=command,
         threat=None if epsilon is None else AttackConfig(epsilon=_positive("epsilon", epsilon)),
         device=device,
     )
+
+
+def _alike(entries: Sequence[RecipeEntry]) -> list[str]:
+    """A note on each recipe that does what the baseline or an earlier recipe does."""
+    rules = [{**entry.content, "name": "", "source": "", "description": ""} for entry in entries]
+    firsts = [(entry.name, entries[rules.index(own)].name) for entry, own in zip(entries, rules, strict=True)]
+    return [
+        f"{name} has no rules: it is the baseline under another name, and Holm's correction counts it."
+        if first == BASELINE
+        else f"{name} has the rules of {first}: it is the same recipe, and Holm's correction counts both."
+        for name, first in firsts
+        if name != first
+    ]
+
+
+def _remarks(entries: Sequence[RecipeEntry]) -> list[str]:
+    """A note on each recipe that is another one again, or changes more than one thing."""
+    confounded = [
+        f"{each.name} changes several things at once ({', '.join(each.changes)}): its effect belongs to all of them "
+        "together."
+        for each in entries
+        if len(each.changes) > 1
+    ]
+    return [*_alike(entries), *confounded]
 
 
 def _own_trainings(plan: StudyPlan) -> list[str]:

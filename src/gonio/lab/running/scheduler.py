@@ -30,7 +30,7 @@ from gonio.lab.record import RunRecord
 from gonio.lab.running.cost import measure_costs
 from gonio.lab.running.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
 from gonio.lab.running.scripts import execute_script
-from gonio.lab.running.study import Study, locked
+from gonio.lab.running.study import Study, locked, made
 from gonio.lab.running.training import execute_run, execute_transfer, execute_trial
 from gonio.lab.running.tuning import Trial, propose
 from gonio.messages import counted
@@ -91,8 +91,7 @@ def run(
     engine = engine or Local(jobs, Devices.named(plan.device))
     require_scipy()
     watcher = watcher or Watcher()
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = made(path)
     with locked(folder), _stopped_once(f"the study {str(path)!r}") as check:
         study = Study.create_locked(folder, plan)
         try:

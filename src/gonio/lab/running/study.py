@@ -28,6 +28,7 @@ from gonio.lab.judging.results import CostRow, RecipeTuning, Results, summarise
 from gonio.lab.plan import RecipeEntry, StudyPlan, extended
 from gonio.lab.record import RunRecord
 from gonio.lab.running.tuning import Trial, best, defaults_of, ready
+from gonio.messages import say
 from gonio.system import flush_folder, lock_
 
 DATABASE, VERSION = "study.db", 3
@@ -46,6 +47,17 @@ _COLUMNS = {
     "artifacts": "name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL, checksum TEXT",
     "looks": "runs INTEGER PRIMARY KEY, checksum TEXT",
 }
+
+
+def made(path: str | Path) -> Path:
+    """The folder of a study, which is made if it is absent; a StudyError if it cannot be."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = say("the folder cannot be made ({error})", error=str(error.strerror))
+        raise StudyError(str(folder), why, "Name another folder (-o).") from error
+    return folder
 
 
 class Study:
@@ -85,8 +97,7 @@ class Study:
             PlanChangedError: the folder's plan differs in more than added seeds and recipes.
             StudyLockedError: another process is running the study.
         """
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = made(path)
         with locked(folder):
             return cls.create_locked(folder, plan)
 

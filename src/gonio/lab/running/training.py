@@ -10,13 +10,11 @@ import math
 import os
 import statistics
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from gonio.errors import GonioError, InvalidArgumentError
+from gonio.errors import InvalidArgumentError, with_place
 from gonio.execution import device_of
 from gonio.lab.plan import PRECISIONS, AttackConfig, RecipeEntry, StudyPlan, TrainingConfig, installed_versions
 from gonio.lab.record import RunRecord, filter_summary
@@ -51,7 +49,6 @@ from gonio.surgery import lsuv_
 
 _EVALUATION_BATCH = 512
 _NO_SCORE = "no epoch has a finite validation score"
-_LONGEST_ERROR = 2000  # characters of an exception's text that a record keeps
 
 
 def prepare_process(device: str = "cpu") -> None:
@@ -455,11 +452,7 @@ def guarded(record: RunRecord, function: Callable[[], RunRecord]) -> dict[str, A
     try:
         record = function()
     except (Exception, SystemExit) as error:  # an exception of a user's model or a recipe concerns this run only
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        kind, plain = type(error), type(error).__module__ == "builtins" or isinstance(error, GonioError)
-        name = kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
-        text = f"{name}: {error}"[:_LONGEST_ERROR]
-        record = replace(record, error=f"{text} ({Path(where.filename).name}:{where.lineno})")
+        record = replace(record, error=with_place(error))
     record = replace(record, seconds=time.process_time() - started)
     return {"record": record.to_dict(), "versions": dict(installed_versions())}
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gonio.errors import InvalidArgumentError
+from gonio.escaping import shorten
 from gonio.lab.plan import AttackConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def check_fields(task: Task) -> None:
     }
     for name, (what, holds) in kinds.items():
         if not holds:
-            raise InvalidArgumentError(f"Task({name}=) is {what}", f"{getattr(task, name)!r:.80}", "Correct it.")
+            found = shorten(repr(getattr(task, name)), longest=80)
+            raise InvalidArgumentError(f"Task({name}=) is {what}", found, "Correct it.")
     for values, least in zip(task.standardize or (), (-math.inf, 0.0), strict=False):
         if not all(least < value < math.inf for value in np.ravel(values)):
             needs = "Task(standardize=) is the mean of each channel and its standard deviation, which is above 0"

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
 from gonio import system
-from gonio.errors import InvalidArgumentError
+from gonio.errors import InvalidArgumentError, with_place
 
 KINDS = ("cpu", "cuda", "mps")
 _ATTEMPTS, _PAUSE = 5, 0.2  # to start a process, and seconds between them
@@ -42,7 +42,7 @@ class Future(Protocol):
         """Wait for the JSON-able result.
 
         Raises:
-            ChildProcessError: the process ended without one; gives the cause.
+            ChildProcessError: the call raised an exception, or its process died; gives the cause.
             NodeLost: its machine is gone.
         """
 
@@ -181,7 +181,11 @@ def default_jobs() -> int:
 
 
 def call_apart(function: Callable[..., Any], *arguments: Any, gpu: str | None = None) -> Any:
-    """The JSON-able result of a call in a process of its own, which sees those GPUs; a ChildProcessError if it died."""
+    """The JSON-able result of a call in a process of its own, which sees those GPUs.
+
+    Raises:
+        ChildProcessError: the call raised an exception, or its process died; gives the cause.
+    """
     worker = Worker(function, *arguments, gpu=gpu)
     try:
         return worker.result()
@@ -230,7 +234,10 @@ class Worker:
             cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
             cause = "after the server that had forked it was killed" if self._orphaned else cause
             raise ChildProcessError(f"the process of this run died ({cause})")
-        return json.loads(text)
+        found = json.loads(text)
+        if "error" in found:
+            raise ChildProcessError(found["error"])
+        return found["result"]
 
     @property
     def handles(self) -> tuple[Any, ...]:
@@ -270,7 +277,10 @@ def _call(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `server_running`, for a server that somebody else started
     os.chdir(folder)  # so that relative names of user files mean the same as in the parent
     os.dup2(2, 1)  # output of user code goes to stderr; stdout is for results
-    result = json.dumps(function(*arguments), allow_nan=False).encode()
+    try:
+        result = json.dumps({"result": function(*arguments)}, allow_nan=False).encode()
+    except Exception as error:
+        result = json.dumps({"error": with_place(error)}).encode()
     system.kill_tree(os.getpid(), itself=False)
     with suppress(BrokenPipeError):  # the parent is gone, and this process ends with it
         sender.send_bytes(result)
