@@ -29,7 +29,7 @@ from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicabl
 from gonio.execution import is_sharded
 from gonio.geometry.views import Layout, layout_of
 from gonio.parametrizations.checkpoints import translate_
-from gonio.parametrizations.parametrization import Parametrization, check_like
+from gonio.parametrizations.parametrization import Parametrization, check_like, check_options
 
 # --- attach and detach ----------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def _trainable(module: nn.Module, name: str) -> nn.Parameter:
 @torch.no_grad()
 def _bind_(parametrization: Parametrization, raw: nn.Parameter, layout: Layout) -> None:
     weight = raw.detach()
-    parametrization.check_options()
+    check_options(parametrization)
     parametrization.bind(weight, layout)
     inverse = parametrization.right_inverse(weight)
     check_like(inverse, weight, f"{type(parametrization).__name__}.right_inverse()")

@@ -30,6 +30,16 @@ def check_like(found: object, given: Tensor, what: str) -> None:
         raise InvalidArgumentError(asked, f"{tuple(found.shape)} and {found.dtype}", "Keep shape and dtype.")
 
 
+def check_options(parametrization: Parametrization) -> None:
+    """Refuse options that the object does not have, or that a checkpoint cannot store."""
+    asked = f"{type(parametrization).__name__}.options names attributes that are plain numbers or strings"
+    for name in parametrization.options:
+        value = getattr(parametrization, name, parametrization)
+        if value is parametrization or not isinstance(value, (bool, int, float, str, NoneType)):
+            found = f"no {name!r}" if value is parametrization else f"{name}={value!r}"
+            raise InvalidArgumentError(asked, found, "Set it in __init__, or leave it out of options.")
+
+
 class Parametrization(nn.Module, ABC):
     r"""A map :math:`W = f(V)` from a trained tensor to the weight that the layer uses.
 
@@ -199,15 +209,6 @@ class Parametrization(nn.Module, ABC):
         norm, or ``original``, ``u`` and ``v`` of torch's spectral norm.
         """
         return None
-
-    def check_options(self) -> None:
-        """Refuse options that the object does not have, or that a checkpoint cannot store."""
-        asked = f"{type(self).__name__}.options names attributes that are plain numbers or strings"
-        for name in self.options:
-            value = getattr(self, name, self)
-            if value is self or not isinstance(value, (bool, int, float, str, NoneType)):
-                found = f"no {name!r}" if value is self else f"{name}={value!r}"
-                raise InvalidArgumentError(asked, found, "Set it in __init__, or leave it out of options.")
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.options}
