@@ -83,7 +83,7 @@ def test_a_filter_inside_a_layer_that_the_graph_does_not_open_stays_for_this_rea
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3))
     with torch.no_grad():
         model[0].linear1.weight[2].zero_()
-    with pytest.raises(NotApplicableError, match="linear1 2: it is inside of 0, which the graph shows as one"):
+    with pytest.raises(NotApplicableError, match="linear1 2: it is inside 0, which the graph shows as one"):
         gonio.recycle_(model)
 
 
