@@ -5,10 +5,8 @@ The default device here is the one without values, on which whatever is made the
 
 from __future__ import annotations
 
-import ast
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,20 +18,9 @@ from catalog import seeded
 from gonio import init, optim
 from gonio import parametrizations as P
 from gonio import regularizers as R
+from laws.factories import calls_of_torch
 
 Act = Callable[[Any, Tensor], object]
-SOURCE = Path(gonio.__file__).parent
-LIBRARY = (
-    "editing",
-    "geometry",
-    "init",
-    "measuring",
-    "optim",
-    "parametrizations",
-    "penalty",
-    "regularizers",
-    "surgery",
-)
 MADE = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"}
 MADE |= {"as_tensor", "tril_indices", "triu_indices"}
 
@@ -129,15 +116,4 @@ def test_the_same_with_a_default_device(make: Callable[[], nn.Module], act: Act)
 
 
 def test_whatever_makes_a_tensor_names_its_device() -> None:
-    loose = []
-    for path in (path for package in LIBRARY for path in sorted((SOURCE / package).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
-            function = node.func if isinstance(node, ast.Call) else None
-            partial = isinstance(function, ast.Name) and function.id == "partial" and bool(node.args)
-            made = node.args[0] if partial else function
-            if not (isinstance(made, ast.Attribute) and made.attr in MADE):
-                continue
-            of_torch = isinstance(made.value, ast.Name) and made.value.id == "torch"
-            if of_torch and not any(word.arg in ("device", None) for word in node.keywords):
-                loose.append(f"{path.relative_to(SOURCE)}:{node.lineno}: torch.{made.attr} without device=")
-    assert not loose
+    assert not [where for where, words in calls_of_torch(MADE) if not {"device", None} & set(words)]

@@ -7,7 +7,6 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,19 +18,8 @@ from catalog import seeded
 from gonio import geometry as G
 from gonio import optim
 from gonio import parametrizations as P
+from laws.factories import calls_of_torch
 
-SOURCE = Path(gonio.__file__).parent
-LIBRARY = (
-    "editing",
-    "geometry",
-    "init",
-    "measuring",
-    "optim",
-    "parametrizations",
-    "penalty",
-    "regularizers",
-    "surgery",
-)
 MADE = {"empty", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randn", "zeros"}
 OTHER = [torch.float64, torch.bfloat16]
 
@@ -144,14 +132,12 @@ def test_a_constant_of_the_graph_keeps_its_digits(factor: float, dtype: torch.dt
 
 
 def test_whatever_makes_numbers_names_their_dtype() -> None:
-    loose = []
-    for path in (path for package in LIBRARY for path in sorted((SOURCE / package).rglob("*.py"))):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MADE):
-                continue
-            words = {word.arg: word.value for word in node.keywords}
-            on_meta = ast.dump(words["device"]) == ast.dump(ast.Constant("meta")) if "device" in words else False
-            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-            if of_torch and not on_meta and not {"dtype", "out", None} & set(words):
-                loose.append(f"{path.relative_to(SOURCE)}:{node.lineno}: torch.{node.func.attr} without dtype=")
+    loose = [
+        where for where, words in calls_of_torch(MADE) if not ({"dtype", "out", None} & set(words) or _meta(words))
+    ]
     assert not loose
+
+
+def _meta(words: dict[str | None, ast.expr]) -> bool:
+    device = words.get("device")
+    return isinstance(device, ast.Constant) and device.value == "meta"

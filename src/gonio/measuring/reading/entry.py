@@ -193,7 +193,7 @@ class StoredTensor:
     @classmethod
     def unread(cls, shape: Sequence[int], dtype: str) -> StoredTensor:
         """One of which only the header is known; its values read as 0."""
-        return cls(tuple(shape), dtype, partial(torch.zeros, tuple(shape), device="cpu"))
+        return cls(tuple(shape), dtype, partial(torch.zeros, tuple(shape), device="cpu", dtype=torch.float32))
 
     def entry(
         self, name: str, kind: str, layout: Layout | None, reason: str = "", notes: tuple[str, ...] = ()
