@@ -43,6 +43,17 @@ def test_a_regularizer_that_returns_something_else_is_refused(what: Any, message
     assert good().item() == pytest.approx(0.1 * model[0].weight.square().sum().item())
 
 
+@pytest.mark.parametrize("what", [lambda w: w.detach().square().sum(), lambda w: torch.tensor(w.square().sum().item())])
+def test_a_regularizer_without_a_gradient_is_refused(what: Any) -> None:
+    """Beside other terms of the loss it would have had no effect, without a word."""
+    model = nn.Sequential(nn.Linear(4, 3))
+    penalty = gonio.Penalty(model, [(nn.Linear, Returning(0.1, what=lambda w: R.Evaluation(what(w))))])
+    with pytest.raises(InvalidArgumentError, match=r"autograd traces to the weight; found a value without a gradient"):
+        penalty()
+    with torch.no_grad():
+        assert penalty().item() == pytest.approx(0.1 * model[0].weight.square().sum().item())
+
+
 class Twice(P.Parametrization):
     options = ("factor",)
 

@@ -141,6 +141,49 @@ def test_blocks_that_are_built_in_other_ways_lack_nothing(count: int, lost: tupl
     assert not found({name: tensor for name, tensor in blocks(count).items() if name not in lost})
 
 
+@pytest.mark.parametrize(
+    ("kept", "config", "codes"),
+    [
+        ({0, 1, 2, 3}, {"num_hidden_layers": 4}, set()),
+        ({0, 1, 2}, {"num_hidden_layers": 4}, {"G717"}),  # the last one
+        ({0, 1, 3}, {"num_hidden_layers": 4}, {"G717"}),  # one between others
+        ({0, 1, 2}, {"text_config": {"num_hidden_layers": 4}}, {"G717"}),
+        ({0, 1, 2}, {"num_hidden_layers": 4, "num_attention_heads": None}, set()),  # not a model of attention
+        ({0, 1, 2}, {}, set()),
+        ({0}, {"num_hidden_layers": 4}, set()),  # one block that runs four times
+        ({0, 1, 2, 3, 4}, {"num_hidden_layers": 4}, set()),  # one more, for later tokens
+    ],
+)
+def test_blocks_are_counted_beside_a_configuration(
+    kept: set[int], config: dict[str, object], codes: set[str], tmp_path: Path
+) -> None:
+    tensors = {name: tensor for name, tensor in blocks(5).items() if int(name.split(".")[1]) in kept}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2, **config}))
+    assert {each.code for each in gonio.check(tmp_path).findings} == codes
+    measured = gonio.measure(tmp_path).findings
+    said = f"{len(kept)} blocks, and the configuration states 4"
+    assert [(each.path, each.found) for each in measured if each.code == "G717"] == ([("h", said)] if codes else [])
+
+
+def test_the_blocks_of_one_part_of_a_model_are_not_counted(tmp_path: Path) -> None:
+    part = tmp_path / "model-00001-of-00002.safetensors"
+    save_file(blocks(3), part)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_hidden_layers": 4}')
+    assert not gonio.check(part).findings
+    assert {each.code for each in gonio.check(tmp_path).findings} >= {"G702"}
+
+
+@pytest.mark.parametrize("content", ["", '{"model_type": "llama", "hid', "\x00" * 64, "[" * 100_000])
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_a_configuration_that_cannot_be_read_is_named(name: str, content: str, tmp_path: Path) -> None:
+    save_file(blocks(2), tmp_path / "model.safetensors")
+    assert gonio.check(tmp_path).intact
+    (tmp_path / name).write_text(content)
+    assert {(each.code, each.path) for each in gonio.check(tmp_path).findings} == {("G701", name)}
+    assert {(each.code, each.path) for each in gonio.measure(tmp_path).findings} == {("G701", name)}
+
+
 @pytest.mark.parametrize(("kernels", "lacks"), [((4, 2, 1, 3), False), ((3, 3, 1, 3), True)])
 def test_a_step_of_a_pyramid_that_keeps_its_size_lacks_no_kernel(kernels: tuple[int, ...], lacks: bool) -> None:
     """Its neighbours have kernels of different sizes; where these are equal, theirs is the same layer."""

@@ -229,6 +229,31 @@ def test_registering_something_else_is_an_error(kind: object, stated: object, ma
         facts.register(kind, stated)
 
 
+@pytest.mark.parametrize(
+    ("stated", "match"),
+    [
+        ({"removes_scale": "yes"}, r"removes_scale of a layer is True, False or None; found 'yes'"),
+        ({"homogeneous": 1}, r"homogeneous of a layer is True, False or None; found 1"),
+        ({"acts_on": "rows"}, r'acts_on is "entries" or "channels"; found \'rows\''),
+    ],
+)
+def test_facts_of_another_kind_are_refused(stated: dict[str, object], match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        Facts(**stated)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "match"),
+    [
+        (nn.ReLU, (3, 4), r"measure\(\) needs a model; found the class ReLU"),
+        (nn.ReLU(), (3,), r"takes shapes of a batch and its channels; found \(3,\)"),
+    ],
+)
+def test_measuring_something_else_is_an_error(layer: object, shape: tuple[int, ...], match: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=match):
+        measure(layer, [shape])
+
+
 def test_switchable_norms_are_named_in_nn_alone() -> None:
     root = Path(gonio.__file__).parent
     allowed = {root / "models" / "built_in.py"}

@@ -58,11 +58,18 @@ OTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
             InvalidArgumentError,
             r"makes modules \(.*found a NoneType for '0'",
         ),
+        (
+            network,
+            lambda layer: layer,
+            {"where": "0"},
+            InvalidArgumentError,
+            r"makes another layer \(.*found the layer that it was given, for 0\. Return one",
+        ),
         (network, gnn.DecoupledConv2d, {}, InvalidArgumentError, r"is a layer class, .* Use DecoupledConv2d.from_conv"),
         (network, nn.ReLU, {}, InvalidArgumentError, r"found ReLU, .* Pass a function, .* lambda layer: ReLU"),
         (network, CONVERT, {"optimizer": OTHER}, InvalidArgumentError, "an optimizer that holds none of them"),
     ],
-    ids=["another kind", "the model", "no module", "a class with from_", "a class", "optimizer"],
+    ids=["another kind", "the model", "no module", "the same", "a class with from_", "a class", "optimizer"],
 )
 def test_what_cannot_be_swapped_is_refused_and_nothing_changes(make, factory, options, error, message: str) -> None:
     model = make()
@@ -70,6 +77,16 @@ def test_what_cannot_be_swapped_is_refused_and_nothing_changes(make, factory, op
     with pytest.raises(error, match=message):
         gonio.swap_(model, factory, **options)
     assert list(model.named_modules()) == before
+
+
+def test_a_layer_that_the_factory_returns_stays() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    wide = model[1]
+    done = gonio.swap_(model, lambda old: nn.Linear(3, 4) if old.in_features == 3 else old, where=nn.Linear)
+    assert [change.path for change in done.changes] == ["0"]
+    assert "1 stays: the factory returns it as it is" in str(done)
+    assert model[1] is wide
+    done.undo_()
 
 
 def test_what_an_edit_does_not_reach_is_said() -> None:

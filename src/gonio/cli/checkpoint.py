@@ -208,8 +208,7 @@ def _adapted(checkpoint: Checkpoint) -> list[str]:
     """The layers of which a checkpoint holds adapters; their values are not read."""
     if not may_hold_adapters(checkpoint.state):
         return []
-    path = Path(checkpoint.path)
-    config = Configurations.in_folder(path if path.is_dir() else path.parent).adapter
+    config = Configurations.beside([Path(checkpoint.path)]).adapter
     stored = {name: StoredTensor.of(t) for name, t in checkpoint.state.items() if isinstance(t, Tensor)}
     return list(dict.fromkeys(adapter.path for adapter in adapters_in(stored, AdapterConfig(config))))
 
@@ -258,7 +257,7 @@ def _check_suffix(path: str, known: tuple[str, ...] = _SUFFIXES) -> None:
 
 def _parts(files: list[Path], key: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """The tensors of a checkpoint in several files."""
-    opened = open_files(files, key)
+    opened = open_files(files, key, of_folder=True)
     if opened.refusal is not None:
         raise opened.refusal
     return {name: stored.load() for name, stored in opened.stored.items()}, {}

@@ -137,7 +137,14 @@ class WeightRegularizer(Regularizer):
             with torch.no_grad():
                 found = self._with_gradient(weight.detach(), layout, state)
             if found is None:
-                return self._scalar(self._evaluate(weight, layout, state))
+                evaluation = self._scalar(self._evaluate(weight, layout, state))
+                require(
+                    evaluation.value.requires_grad,
+                    f"{type(self).__name__}._evaluate() returns a value that autograd traces to the weight",
+                    "a value without a gradient",
+                    "Compute it from the weight by differentiable operations, without detach(), item() or no_grad().",
+                )
+                return evaluation
             evaluation, gradient = found
             plain = partial(self._evaluate, layout=layout, state=state)
             return replace(evaluation, value=apply(WithGradient, weight, evaluation.value, gradient, plain))

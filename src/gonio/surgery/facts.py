@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gonio.editing.memory import memory_key
 from gonio.editing.twin import copy_of
+from gonio.editing.where import require_model
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.certified import nonnegative_norm
 from gonio.seeding import generator, state_kept
@@ -79,6 +80,15 @@ class Facts:
     attends: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     returns: Callable[[Tensor], Tensor] | None = None
     lipschitz: float | Callable[[Any, Tensor], float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("removes_scale", "removes_shift", "homogeneous", "linear"):
+            if not isinstance(value := getattr(self, name), (bool, type(None))):
+                do = "Leave it out where it is not known."
+                raise InvalidArgumentError(f"{name} of a layer is True, False or None", repr(value), do)
+        if self.acts_on not in (None, "entries", "channels"):
+            do = "Leave it out for a layer that mixes channels."
+            raise InvalidArgumentError('acts_on is "entries" or "channels"', repr(self.acts_on), do)
 
 
 UNKNOWN = Facts()
@@ -240,6 +250,9 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
     input, of the first shape that it takes, and does so with x of three sizes: a layer that saturates or clips removes
     the scale of large inputs alone. Nothing is known of a layer that changes the shape or takes none of them.
 
+    Raises:
+        InvalidArgumentError: if `module` is no module, or a shape has fewer than two dimensions.
+
     Example:
         >>> from gonio.surgery.facts import measure
         >>> class Centred(nn.Module):
@@ -249,6 +262,7 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
         >>> found.removes_scale, found.homogeneous
         (False, True)
     """
+    require_model(module, "measure()")
     random = generator(0, "facts")
     try:
         on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
@@ -260,6 +274,9 @@ def measure(module: nn.Module, shapes: Iterable[Sequence[int]]) -> Facts:
         if parameter.is_floating_point():
             parameter.data.uniform_(0.5, 1.5, generator=random)
     for shape in shapes:
+        if len(shape) < 2:
+            do = "Give a batch of at least one example, such as (8, 16)."
+            raise InvalidArgumentError("measure() takes shapes of a batch and its channels", str(tuple(shape)), do)
         x, other = (torch.randn(*shape, generator=random, dtype=torch.float64, device="cpu") for _ in range(2))
         shift = 10 * torch.rand(
             1, shape[1], *[1] * (len(shape) - 2), generator=random, dtype=torch.float64, device="cpu"

@@ -69,8 +69,8 @@ def swap_(
             replaced in place; if a selected layer contains another one and the factory drops it; if the forward of the
             model reads a tensor of the layer, such as running statistics, that the new layer does not have; if the
             model is sharded, or replicated and gets other parameters.
-        InvalidArgumentError: if the factory is a layer or a layer class, or makes something else than a module, or if
-            `optimizer` is not of this model.
+        InvalidArgumentError: if the factory is a layer or a layer class, makes something else than a module, or returns
+            every layer as it is, or if `optimizer` is not of this model.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
@@ -96,9 +96,13 @@ def swap_(
     read = trace(model, training=False).read_by_name
     with Edit(model, "swap_") as edit:
         refused: dict[str, NotApplicableError] = {}
+        returned: dict[str, str] = {}
         for site in found:
             try:
                 parts = _made(factory, accepted, site, options)
+                if parts[0] is site.module:
+                    returned[site.path] = "the factory returns it as it is"
+                    continue
                 _check_readable(site, parts, read.get(site.path, set()))
             except NotApplicableError as error:
                 refused[site.path] = error
@@ -108,8 +112,12 @@ def swap_(
             first = next(iter(refused.values()))
             first.add_note(f"at {listing(list(refused))}")
             raise first
-        edit.note_stays({path: str(why) for path, why in refused.items()})
-        replaced = [site for site in found if site.path not in refused]
+        if returned and not edit.changes:
+            asked = f"swap_ needs a factory that makes another layer ({_name(factory)})"
+            given = f"the layer that it was given, for {listing(list(returned))}"
+            raise InvalidArgumentError(asked, given, "Return one.")
+        edit.note_stays({path: str(why) for path, why in refused.items()} | returned)
+        replaced = [site for site in found if site.path not in refused and site.path not in returned]
         _check_reachable(edit, replaced)
         _disable_fast_path_(edit, replaced)
         edit.note_adapters()

@@ -26,7 +26,7 @@ from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
-from gonio.measuring.reading.configurations import Configurations
+from gonio.measuring.reading.configurations import Configurations, stated_in
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.opened import link_to_nothing, without_values
@@ -260,7 +260,7 @@ def check(
     known = None if against is None else _fingerprints(against)
     held = with_codes(inventory(source))
     stamps = _stamps(held.files)
-    beside = _beside(held)
+    beside = Configurations.beside(held.files)
     contents = _contents(held, beside)
     if describe is not None:
         describe(contents)
@@ -287,10 +287,12 @@ def check(
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
-    gaps = [] if adapters else missing_in_blocks({name: shape for name, (shape, _) in own.items()}, held.problems)
+    shapes = {name: shape for name, (shape, _) in own.items()}
+    gaps = [] if adapters else missing_in_blocks(shapes, held.problems, beside.layers)
     gaps += without_values(own) if own or not (held.places or held.problems) else []
     states = optimizer_of(source)
-    problems = [*held.problems, *of_damaged(states), *unread, *changes, *faults_of(adapters, in_files), *gaps]
+    faults = faults_of(adapters, in_files)
+    problems = [*held.problems, *beside.problems, *of_damaged(states), *unread, *changes, *faults, *gaps]
     problems += _without_scale(tensors)
     problems += copied_layers(tensors, {place.name: place.address for place in held.places if place.address})
     rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
@@ -319,13 +321,6 @@ def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[s
     return [known[name].path for name in in_depth_order({name: known[name].shape for name in listed})]
 
 
-def _beside(held: Inventory) -> Configurations:
-    """The configurations beside the first file; none for a state dict."""
-    if not held.files:
-        return Configurations()
-    return Configurations.in_folder(held.files[0] if held.files[0].is_dir() else held.files[0].parent)
-
-
 def _adapters(held: Inventory, beside: Configurations) -> tuple[list[Adapter], Mapping[str, Any]]:
     """The adapters of a checkpoint, whose values are not read, and their configuration."""
     own = {place.name: place for place in held.places if not place.beside and not place.reason}
@@ -352,10 +347,7 @@ def _contents(held: Inventory, beside: Configurations) -> CheckpointContents:
     architectures = config.get("architectures")
     family = config.get("model_type") or (architectures[0] if isinstance(architectures, list) and architectures else "")
     stated = beside.with_text
-    numbers = {
-        what: next((stated[name] for name in names if type(stated.get(name)) is int), None)
-        for what, names in _NUMBERS.items()
-    }
+    numbers = {what: stated_in(stated, names) for what, names in _NUMBERS.items()}
     model = [place for place in held.places if not place.beside]
     method = quantisation.get("quant_method", "unnamed") if quantisation else ""
     return CheckpointContents(

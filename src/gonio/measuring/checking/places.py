@@ -40,6 +40,7 @@ from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import ARRAY, is_array, record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
 from gonio.measuring.reading.shards import (
+    are_parts,
     is_index,
     misplaced,
     missing_in,
@@ -120,7 +121,7 @@ def inventory(source: object) -> Inventory:
         raise InvalidArgumentError("check() takes a path or a state dict", found_type, "Pass model.state_dict().")
     path = Path(source)
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    if len(files) > 1 and any(map(Path.is_file, files)):
+    if are_parts(files, of_folder=path.is_dir()):
         found = _of_parts(files)
     elif not (files[0].is_file() or files[0].is_dir()):
         raise absent(files[0])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gonio.measuring.reading.entry import USUAL_PADDING
+from gonio.measuring.reading.opened import Problem, damaged
+from gonio.measuring.reading.shards import of_one_part
+from gonio.surgery.stated import HEADS, LAYERS
 
 CONFIGURATIONS = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")
 """What is read of the files beside a checkpoint; the last two are of older tools."""
-LARGEST_JSON = 1 << 20  # bytes, of a configuration; those of large models have some thousands
+LARGEST_JSON = 1 << 22  # bytes, of a configuration; names of 21,843 classes take about 2 MB
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")  # the last one is MLX's
 
 
@@ -23,25 +26,38 @@ class Configurations:
     Attributes:
         config: of the model, as `config.json` has it. `adapter`: of its adapters, as `adapter_config.json` has it.
         quantisation: how the model is quantised, by a key of `config.json` or by a file of older tools.
+        problems: those that are there and cannot be read.
+        whole: whether the checkpoint is the whole model that they describe, as one of several parts is not.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     adapter: Mapping[str, Any] = field(default_factory=dict)
     quantisation: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    whole: bool = True
 
     @classmethod
-    def in_folder(cls, folder: Path) -> Configurations:
-        """Those beside a checkpoint."""
-        config, adapter, *older = (_small_json(folder / name) for name in CONFIGURATIONS)
+    def beside(cls, files: Sequence[Path]) -> Configurations:
+        """Those beside the first of a checkpoint's files, or in it if it is a folder; none without files."""
+        if not files:
+            return cls()
+        folder = files[0] if files[0].is_dir() else files[0].parent
+        problems: list[Problem] = []
+        config, adapter, *older = (_small_json(folder / name, problems) for name in CONFIGURATIONS)
         found = next((config[key] for key in _QUANTISATION if config.get(key)), None)
         quantisation = found if isinstance(found, dict) else next((each for each in older if each), {})
-        return cls(config, adapter, quantisation)
+        return cls(config, adapter, quantisation, tuple(problems), whole=len(files) > 1 or not of_one_part(files[0]))
 
     @property
     def with_text(self) -> Mapping[str, Any]:
         """The model's, with those of the text model of several modalities where it says nothing itself."""
         text = self.config.get("text_config")
         return {**text, **self.config} if isinstance(text, dict) else self.config
+
+    @property
+    def layers(self) -> int | None:
+        """The blocks of the whole checkpoint, of a model that has heads of attention; None where they are not said."""
+        return stated_in(self.with_text, LAYERS) if self.whole and stated_in(self.with_text, HEADS) else None
 
     @property
     def padding(self) -> tuple[int, ...]:
@@ -52,15 +68,23 @@ class Configurations:
     @property
     def vocabulary(self) -> int | None:
         """The rows of the tables of tokens; None where it is not said."""
-        rows = self.with_text.get("vocab_size")
-        return rows if isinstance(rows, int) else None
+        return stated_in(self.with_text, ("vocab_size",))
 
 
-def _small_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file; an empty one if there is no such file, or if it holds anything else."""
+def stated_in(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The first of these entries of a configuration that is a whole number."""
+    return next((config[name] for name in names if type(config.get(name)) is int), None)
+
+
+def _small_json(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    """The object in a JSON file; an empty one, with its problem, where there is a file that cannot be read."""
     try:
-        small = path.is_file() and path.stat().st_size <= LARGEST_JSON
-        content = json.loads(path.read_text(encoding="utf-8")) if small else {}
-    except (OSError, ValueError, RecursionError):
+        if not path.is_file():
+            return {}
+        if path.stat().st_size > LARGEST_JSON:
+            raise ValueError(f"{path.stat().st_size} bytes, more than any configuration has")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(Problem("G701", path.name, damaged(path, error).found))
         return {}
     return content if isinstance(content, dict) else {}

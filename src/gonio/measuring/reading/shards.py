@@ -257,6 +257,11 @@ def of_parts(files: Sequence[Path], times: Mapping[str, int]) -> Iterator[Proble
     yield from (Problem("G703", name, say("stored in {n} files", n=n)) for name, n in times.items() if n > 1)
 
 
+def are_parts(files: Sequence[Path], *, of_folder: bool) -> bool:
+    """Whether files are parts of a model without an index: several, or the only one that a folder has of several."""
+    return any(map(Path.is_file, files)) and (len(files) > 1 or (of_folder and bool(of_one_part(files[0]))))
+
+
 def of_one_part(path: Path) -> tuple[Message, ...]:
     """A note on a file that its name calls one of several parts; none for another one."""
     part = PART.fullmatch(path.name)

@@ -64,6 +64,7 @@ from gonio.measuring.reading.shards import (
     KINDS,
     OTHERS,
     PART,
+    are_parts,
     is_index,
     of_one_part,
     open_parts,
@@ -145,7 +146,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     absent: list[Problem] = []
     refusal = ""
     if isinstance(source, nn.Module):
-        opened, made = Opened({}), entries_of_model(source)
+        opened, beside, made = Opened({}), Configurations(), entries_of_model(source)
     else:
         opened, beside = _opened(source)
         headers = {other.name: (other.shape or (), other.dtype) for other in opened.others}
@@ -185,7 +186,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
-    gaps = [] if adapters else missing_in_blocks(shapes, opened.problems)
+    gaps = [] if adapters else missing_in_blocks(shapes, opened.problems, beside.layers)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)
@@ -337,13 +338,14 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, C
         raise _no_source(source)
     path, key = Path(source), source.key if isinstance(source, CheckpointPart) else ""
     files, others = files_in(path) if path.is_dir() else ([path], [])
-    opened = open_files(files, key)
+    opened = open_files(files, key, of_folder=path.is_dir())
     if path.is_dir() and files[0] != path:
         opened, states = _with_optimizer(opened, path, files)
         opened = replace(opened, notes=(*opened.notes, *left_out(path, [f for f in others if f not in states], files)))
     if not path.is_dir():
         opened = replace(opened, notes=(*opened.notes, *of_one_part(path)))
-    return opened, Configurations.in_folder(path if path.is_dir() else path.parent)
+    beside = Configurations.beside(files)
+    return replace(opened, problems=(*opened.problems, *beside.problems)), beside
 
 
 def left_out(folder: Path, others: Iterable[Path], model: Iterable[Path]) -> tuple[Message, ...]:
@@ -464,9 +466,9 @@ def open_file(path: Path, key: str = "") -> Opened:
     return open_shards(path)
 
 
-def open_files(files: list[Path], key: str = "") -> Opened:
+def open_files(files: list[Path], key: str = "", *, of_folder: bool) -> Opened:
     """The tensors of the one file of a model, as :func:`open_file`, or of its parts without an index."""
-    if len(files) == 1 or not any(map(Path.is_file, files)):
+    if not are_parts(files, of_folder=of_folder):
         return open_file(files[0], key)
     without_key(key, *files)
     return open_parts(files)
