@@ -166,6 +166,43 @@ def test_blocks_are_counted_beside_a_configuration(
     assert [(each.path, each.found) for each in measured if each.code == "G717"] == ([("h", said)] if codes else [])
 
 
+LACKS = "1 table of 50 tokens, and the configuration states 2"
+
+
+@pytest.mark.parametrize(
+    ("tables", "config", "found"),
+    [
+        (("embed", "head"), {"tie_word_embeddings": False}, ()),
+        (
+            ("embed",),
+            {"tie_word_embeddings": False},
+            ("embed.weight", LACKS),
+        ),
+        (
+            ("head",),
+            {"tie_word_embeddings": False},
+            ("head.weight", LACKS),
+        ),
+        (("embed",), {"tie_word_embeddings": True}, ()),
+        (("embed",), {}, ()),  # not said
+        ((), {}, ("", "0 tables of 50 tokens, and the configuration states 1")),
+        (("embed",), {"vocab_size": 64}, ("", "0 tables of 64 tokens, and the configuration states 1")),
+        (("embed",), {"vocab_size": 40, "tie_word_embeddings": True}, ()),  # with rows for other tokens
+        (("embed",), {"tie_word_embeddings": False, "architectures": ["BaseModel"]}, ()),
+        (("embed",), {"tie_word_embeddings": False, "vocab_size": None}, ()),
+    ],
+)
+def test_tables_of_tokens_are_counted_beside_a_configuration(
+    tables: tuple[str, ...], config: dict[str, object], found: tuple[str, str], tmp_path: Path
+) -> None:
+    tensors = {f"{table}.weight": seeded(50, 8, seed=seed) for seed, table in enumerate(tables)}
+    save_file({**blocks(2), **tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50, "architectures": ["AForCausalLM"], **config}))
+    expected = [found] if found else []
+    for told in (gonio.check(tmp_path), gonio.measure(tmp_path)):
+        assert [(each.path, each.found) for each in told.findings if each.code == "G717"] == expected
+
+
 def test_the_blocks_of_one_part_of_a_model_are_not_counted(tmp_path: Path) -> None:
     part = tmp_path / "model-00001-of-00002.safetensors"
     save_file(blocks(3), part)

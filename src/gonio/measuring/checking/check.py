@@ -38,6 +38,7 @@ from gonio.measuring.reading.source import (
     of_damaged,
     optimizer_of,
 )
+from gonio.measuring.reading.stated import less_than_stated
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -288,7 +289,8 @@ def check(
     in_files = None if isinstance(source, Mapping) else config
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     shapes = {name: shape for name, (shape, _) in own.items()}
-    gaps = [] if adapters else missing_in_blocks(shapes, held.problems, beside.layers)
+    gaps = [] if adapters else missing_in_blocks(shapes, held.problems)
+    gaps += [] if adapters else less_than_stated(shapes, held.problems, beside)
     gaps += without_values(own) if own or not (held.places or held.problems) else []
     states = optimizer_of(source)
     faults = faults_of(adapters, in_files)

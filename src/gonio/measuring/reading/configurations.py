@@ -70,6 +70,18 @@ class Configurations:
         """The rows of the tables of tokens; None where it is not said."""
         return stated_in(self.with_text, ("vocab_size",))
 
+    @property
+    def tables(self) -> int:
+        """The tables of tokens of a whole language model of transformers: 2 with one of its own for outputs, else 1.
+
+        0 of other models, which may have any number.
+        """
+        named = self.config.get("architectures")
+        causal = isinstance(named, list) and len(named) == 1 and str(named[0]).endswith("ForCausalLM")
+        if not (causal and self.whole):
+            return 0
+        return 2 if self.with_text.get("tie_word_embeddings") is False else 1
+
 
 def stated_in(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
     """The first of these entries of a configuration that is a whole number."""

@@ -1,4 +1,4 @@
-"""What the names of a file's tensors tell: their order along the depth of the model, and what its blocks lack."""
+"""What the names of a file's tensors tell: their order along the depth of the model, and what a block lacks."""
 
 from __future__ import annotations
 
@@ -143,23 +143,18 @@ _MOST = 2  # that one block lacks
 _DIGITS = 6  # of the number of a block
 
 
-def missing_in_blocks(
-    shapes: Mapping[str, Sequence[int] | None], known: Iterable[Problem], stated: int | None
-) -> list[Problem]:
-    """A problem for each name of :func:`gaps_in_blocks`, and that of :func:`fewer_blocks`.
+def missing_in_blocks(shapes: Mapping[str, Sequence[int] | None], known: Iterable[Problem]) -> list[Problem]:
+    """A problem for each name of :func:`gaps_in_blocks`.
 
     Args:
         shapes: of all tensors by name; None where it is not known.
         known: problems that are told already; the tensors that they name are missed no second time.
-        stated: the number of blocks that the model's configuration states, if it does.
     """
     told = {name for problem in known for name in (problem.path, *problem.tensors)}
-    names = {**dict.fromkeys(told), **shapes}
-    found = [
+    return [
         Problem("G714", name, say("not there, and in {blocks} like it", blocks=counted(others, "block")))
-        for name, others in gaps_in_blocks(names)
+        for name, others in gaps_in_blocks({**dict.fromkeys(told), **shapes})
     ]
-    return [*found, *fewer_blocks(names, stated)]
 
 
 def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple[str, int]]:
@@ -202,34 +197,3 @@ def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple
             if 0 < len(lacking) <= _MOST and everywhere + len(lacking) >= _TENSORS and not own and alike:
                 prefix = f"{before}." if before else ""
                 yield from ((f"{prefix}{number}.{name}", len(numbers) - 1) for name in sorted(lacking))
-
-
-def fewer_blocks(names: Iterable[str], stated: int | None) -> Iterator[Problem]:
-    """A problem where the longest list of numbered blocks has fewer than the model's configuration states.
-
-    A list has two blocks or more, with four tensors or more in common. Nothing is said of one block that runs several
-    times, of blocks that are built in different ways, nor where the number is that of all lists together.
-
-    Args:
-        names: of all tensors, also of those whose values are not there.
-        stated: the number of layers; None where nothing states it.
-
-    Example:
-        >>> from gonio.measuring.reading.order import fewer_blocks
-        >>> names = [f"model.layers.{block}.{part}" for block in range(3) for part in ("q", "k", "v", "o")]
-        >>> list(fewer_blocks(names, 3)), [(each.path, each.found) for each in fewer_blocks(names, 4)]
-        ([], [('model.layers', '3 blocks, and the configuration states 4')])
-    """
-    if stated is None:
-        return
-    lists: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
-        parts = name.split(".")
-        at = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal() and len(part) <= _DIGITS), None)
-        if at is not None:
-            lists[".".join(parts[:at])][parts[at]].add(".".join(parts[at + 1 :]))
-    alike = {path for path, blocks in lists.items() if len(set.intersection(*blocks.values())) >= _TENSORS}
-    path = max(lists, key=lambda each: len(lists[each]), default="")
-    if path in alike and 1 < len(lists[path]) < stated != sum(len(lists[each]) for each in alike):
-        said = {"blocks": counted(len(lists[path]), "block"), "stated": stated}
-        yield Problem("G717", path, say("{blocks}, and the configuration states {stated}", **said))

@@ -74,6 +74,7 @@ from gonio.measuring.reading.shards import (
     without_key,
 )
 from gonio.measuring.reading.state_dicts import open_state, state_in
+from gonio.measuring.reading.stated import less_than_stated
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.messages import Message, joined, say
 
@@ -186,7 +187,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
-    gaps = [] if adapters else missing_in_blocks(shapes, opened.problems, beside.layers)
+    gaps = [] if adapters else missing_in_blocks(shapes, opened.problems)
+    gaps += [] if adapters else less_than_stated(shapes, opened.problems, beside)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)
