@@ -88,7 +88,8 @@ def resolve(spec: str) -> ModelFactory:
     else:
         known = [*BUILT_IN, *(f"{source}:NAME" for source in LIBRARIES)]
         raise UnknownNameError("model", spec, known, do=_elsewhere(spec))
-    return ModelFactory(spec, function, {k: k for k in accepted(function, ("num_classes", "in_channels"))})
+    parameters = inspect.signature(function).parameters
+    return ModelFactory(spec, function, {name: name for name in ("num_classes", "in_channels") if name in parameters})
 
 
 # --- libraries ----------------------------------------------------------------------------------------
@@ -247,18 +248,6 @@ def load_script(spec: str) -> Callable[..., Any]:
             problem, say("another module of that name, {found}", found=found), "Rename the file."
         )
     return _function(spec, path, name, module)
-
-
-def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that are explicit parameters of `function`.
-
-    Example:
-        >>> from gonio.models.by_name import accepted
-        >>> accepted(lambda num_classes=10: None, ("num_classes", "in_channels"))
-        ('num_classes',)
-    """
-    parameters = inspect.signature(function).parameters
-    return tuple(name for name in names if name in parameters)
 
 
 def code_digest(spec: str) -> str | None:

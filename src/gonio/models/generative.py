@@ -113,9 +113,7 @@ class ByteGru(nn.Module):
         self.width = width
         self.embed = nn.Embedding(vocabulary, width)
         self.input, self.recurrent = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
-        self.input_norm, self.recurrent_norm = (
-            nn.Identity() if norm == "none" else made[norm](3 * width) for _ in range(2)
-        )
+        self.input_norm, self.recurrent_norm = (made[norm](3 * width) for _ in range(2))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
