@@ -23,8 +23,7 @@ from gonio.lab.plan import (
     installed_versions,
     seeds_of,
 )
-from gonio.lab.planning.data_notes import notes_on_data
-from gonio.lab.planning.first_steps import check_first_steps
+from gonio.lab.planning.checks import check_first_steps, notes_on_data
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import autocast
