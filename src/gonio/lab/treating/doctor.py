@@ -292,16 +292,16 @@ class _Case:
         return replace(made, edits=tuple(self.edits), notes=self.notes)
 
 
-def _why_not(remedy: Remedy, finding: Finding, model: nn.Module | None) -> str:
+def _why_not(remedy: Remedy, finding: Finding, model: nn.Module) -> str:
     """Why a remedy is not for this finding; empty if it is."""
     if remedy.of == "buffers":
         return "" if finding.path in statistics_of(model) else remedy.cannot
     path, _, name = finding.path.rpartition(".")
-    owner = None if model is None else modules_at(model).get(path)
+    owner = modules_at(model).get(path)
     return remedy.cannot if owner is not None and name in dict(owner.named_buffers(recurse=False)) else ""
 
 
-def _untreated(found: Measurements, model: nn.Module | None) -> tuple[tuple[Finding, str], ...]:
+def _untreated(found: Measurements, model: nn.Module) -> tuple[tuple[Finding, str], ...]:
     """The findings that have no treatment, with the reason."""
     left: list[tuple[Finding, str]] = []
     for finding in found.findings:
