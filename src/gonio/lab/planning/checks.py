@@ -20,7 +20,7 @@ from gonio.errors import GonioError, InvalidArgumentError, first_line, with_arti
 from gonio.execution import leaves_of, one_thread
 from gonio.lab.plan import TrainingConfig
 from gonio.lab.running.training import TrainingStep, batches
-from gonio.lab.tasks.task import Batch, Examples, ItemSet, Split, Task, kept_generators, seed_everything
+from gonio.lab.tasks.task import Augment, Batch, Examples, ItemSet, Split, Task, kept_generators, seed_everything
 from gonio.models.by_name import ModelFactory
 from gonio.seeding import derive_seed
 
@@ -135,6 +135,15 @@ def _untrainable(batch: Batch, error: Exception) -> InvalidArgumentError:
 
 
 # --- the data --------------------------------------------------------------------------------------------
+
+
+def paired(examples: Examples, size: int, *, augment: Augment | None = None, workers: int = 0) -> bool:
+    """Whether two readings of the first batch with one seed are equal, as a paired comparison needs it."""
+    first, again = (
+        next(examples.shuffled(size, seed=0, epoch=0, smallest=1, augment=augment, workers=workers)) for _ in range(2)
+    )
+    both = zip(first, again, strict=True)
+    return all(a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in both)
 
 
 def notes_on_data(task: Task) -> list[str]:

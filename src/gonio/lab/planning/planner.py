@@ -23,13 +23,13 @@ from gonio.lab.plan import (
     installed_versions,
     seeds_of,
 )
-from gonio.lab.planning.checks import check_first_steps, notes_on_data
+from gonio.lab.planning.checks import check_first_steps, notes_on_data, paired
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import autocast
 from gonio.lab.running.tuning import require_optuna
 from gonio.lab.tasks.built_in import resolve as resolve_task
-from gonio.lab.tasks.task import Task, paired
+from gonio.lab.tasks.task import Task
 from gonio.models import resolve as resolve_model
 from gonio.models.by_name import check_named, code_digests, is_user_code
 from gonio.optim.named import check_settings

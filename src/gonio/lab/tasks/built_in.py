@@ -18,9 +18,17 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra, with_article
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.images import cifar10, fashion_mnist, fashion_mnist_full, image_folder, torchvision_dataset
+from gonio.lab.tasks.images import (
+    cifar10,
+    fashion_mnist,
+    fashion_mnist_full,
+    image_folder,
+    moved,
+    stratified,
+    torchvision_dataset,
+)
 from gonio.lab.tasks.metric import Metric
-from gonio.lab.tasks.task import Split, Task, moved, seeded, stratified
+from gonio.lab.tasks.task import Split, Task, seeded
 from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
 
