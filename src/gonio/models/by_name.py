@@ -296,16 +296,8 @@ def _defined(path: Path) -> list[str]:
     return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
 
 
-def check_named(spec: str) -> None:
-    """Check that `path/file.py:name` has both parts, and that there is such a file, which is not run.
-
-    Raises:
-        InvalidArgumentError: if not; the message has the names that the file defines.
-    """
-    _split(spec)
-
-
 def _split(spec: str) -> tuple[Path, str]:
+    """The file and the name in it; an error without one of them has the names that the file defines."""
     text, _, name = spec.rpartition(":")
     if not text:
         problem, names = f"{spec!r} must name a function or class in the file", _defined(Path(spec))
