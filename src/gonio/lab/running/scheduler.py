@@ -112,8 +112,8 @@ class Scheduler:
         study: Study,
         engine: Engine,
         watcher: Watcher,
-        run_timeout: float | None = None,
-        check: Callable[[], None] = lambda: None,
+        run_timeout: float | None,
+        check: Callable[[], None],
     ) -> None:
         self._study, self._engine, self._watcher, self._run_timeout = study, engine, watcher, run_timeout
         self._check = check  # raises if an interruption was lost
