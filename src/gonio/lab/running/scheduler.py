@@ -417,28 +417,26 @@ class Lines(Watcher):
         self._total, self._done, self._said, self._before = total, done, done, done
         self._began = self._last = self._clock()
         if done < total:
-            self._say(f"{counted(total, 'run')}, {done} done before" if done else counted(total, "run"))
+            self.stage(f"{counted(total, 'run')}, {done} done before" if done else counted(total, "run"))
 
     def run_ended(self, record: RunRecord) -> None:
         self._done += 1
         if text := trouble(record):
-            self._say(text)
+            self.stage(text)
         now = self._clock()
         due = now - self._last >= 10 and (self._done - self._said) * 10 >= self._total
         if due or self._done == self._total:
             left = (now - self._began) / (self._done - self._before) * (self._total - self._done)
             self._last, self._said = now, self._done
-            self._say(f"{self._done} of {counted(self._total, 'run')}" + (f", about {left:.0f} s left" if left else ""))
+            self.stage(
+                f"{self._done} of {counted(self._total, 'run')}" + (f", about {left:.0f} s left" if left else "")
+            )
 
     def stage(self, text: str) -> None:
-        self._say(text)
-
-    def said(self, text: str) -> None:
-        self._say(text)
-
-    def _say(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
+
+    said = stage
 
 
 _BAR = 44  # columns of the bar, the counts and the time left
