@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -23,12 +23,14 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import gonio
-from gonio.lab.running.robustness import AttackBall, fgsm, pgd, survive
+from gonio.lab import AttackConfig
+from gonio.lab.running.robustness import fgsm, pgd, survive
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 WIDTH, EPOCHS, BATCH, RATE = 64, 12, 64, 3e-3
 LOSS = 0.1  # of the fixed loss that steps are counted to, averaged over the last 20 steps
-ATTACKED, EPSILON, PGD_STEPS = 200, 0.1, 20  # pixels are between 0 and 1
+ATTACKED = 200
+BALL = AttackConfig(epsilon=0.1, low=0.0, high=1.0, steps=20, restarts=1)  # pixels are between 0 and 1
 
 Data = tuple[Tensor, Tensor]
 
@@ -96,16 +98,16 @@ def evaluate(model: nn.Module, losses: list[float], data: Data, foreign: Tensor,
 
     def attacked(epsilon: float) -> float:
         draw = torch.Generator().manual_seed(seed)
-        moved = pgd(model, some, targets, AttackBall(epsilon, 0, 1), steps=PGD_STEPS, restarts=1, generator=draw)
+        moved = pgd(model, some, targets, replace(BALL, epsilon=epsilon), generator=draw)
         return percent(moved, targets)
 
     return Result(
         accuracy=percent(images, labels),
         steps=steps_to(losses, LOSS),
-        fgsm=percent(fgsm(model, some, targets, AttackBall(EPSILON, 0, 1)), targets),
-        pgd=attacked(EPSILON),
+        fgsm=percent(fgsm(model, some, targets, BALL), targets),
+        pgd=attacked(BALL.epsilon),
         transfer=percent(foreign, targets),
-        unbounded=attacked(10 * EPSILON),
+        unbounded=attacked(10 * BALL.epsilon),
     )
 
 
@@ -120,7 +122,7 @@ def run(recipe: Path | None, *, norm: bool, seed: int, foreign: Tensor | None = 
     model.eval()
     some, targets = (t[:ATTACKED] for t in held_out)
     draw = torch.Generator().manual_seed(seed)
-    moved = pgd(model, some, targets, AttackBall(EPSILON, 0, 1), steps=PGD_STEPS, restarts=1, generator=draw)
+    moved = pgd(model, some, targets, BALL, generator=draw)
     return evaluate(model, losses, held_out, moved if foreign is None else foreign, seed), moved
 
 

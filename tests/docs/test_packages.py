@@ -1,9 +1,11 @@
-"""The notebook that installs gonio is that of the gallery and runs; the conda recipe requires what the wheel does."""
+"""The notebook that installs gonio is that of the gallery and runs, and programs of the pages find the names that they
+import; the conda recipe requires what the wheel does."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,11 @@ def test_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         exec("\n".join(line for line in cell.splitlines() if not line.startswith("%")), names)
     assert names["wheel"] == "gonio-0.0.0-py3-none-any.whl"
     assert "warn G102 conv2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_a_program_of_the_pages_finds_its_names(path: Path) -> None:
+    assert runpy.run_path(str(path), run_name=path.stem)
 
 
 def test_the_recipe_has_the_version_and_the_requirements_of_the_wheel() -> None:

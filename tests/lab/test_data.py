@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from gonio import models
 from gonio.errors import InvalidArgumentError
 from gonio.lab import Split, Task, make_plan
+from gonio.lab.planning.checks import paired
 from gonio.lab.running.training import batches, evaluate, execute_run
 from gonio.lab.tasks import images, resolve
-from gonio.lab.tasks.task import examples_of, paired, seeded
+from gonio.lab.tasks.task import examples_of, seeded
 from gonio.models.by_name import code_digest
 from lab.plans import TINY
 from lab.test_tasks import fill

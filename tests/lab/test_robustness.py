@@ -63,13 +63,13 @@ def least_margin(model: nn.Linear, inputs: Tensor, targets: Tensor, epsilon: flo
 
 def test_fgsm_and_pgd_reach_the_analytic_optimum_of_a_linear_model() -> None:
     model, inputs, targets = linear()
-    ball = AttackConfig(epsilon=EPSILON)
+    ball = AttackConfig(epsilon=EPSILON, steps=10, restarts=2)
     best = least_margin(model, inputs, targets, EPSILON)
     stepped = fgsm(model, inputs, targets, ball)
     torch.testing.assert_close(-margin(model(stepped), targets).detach(), best, **exact(torch.float64))
     assert torch.equal(survive(model, stepped, targets), best > 0)
     assert 20 < int((best > 0).sum()) < 380  # neither all nor none: the comparison says something
-    moved = pgd(model, inputs, targets, ball, steps=10, restarts=2, generator=draw())
+    moved = pgd(model, inputs, targets, ball, generator=draw())
     assert torch.equal(survive(model, moved, targets), best > 0)
     # where PGD fails to mislead it has gone on to the end, and that is the optimum
     kept = best > 0
@@ -79,7 +79,7 @@ def test_fgsm_and_pgd_reach_the_analytic_optimum_of_a_linear_model() -> None:
 def test_pgd_with_restarts_finds_what_can_be_found_among_many_classes() -> None:
     model, inputs, targets = linear(classes=5)
     best = least_margin(model, inputs, targets, EPSILON)
-    moved = pgd(model, inputs, targets, AttackConfig(epsilon=EPSILON), steps=40, restarts=6, generator=draw())
+    moved = pgd(model, inputs, targets, AttackConfig(epsilon=EPSILON, steps=40, restarts=6), generator=draw())
     standing = survive(model, moved, targets)
     assert bool((standing[best > 0]).all())  # nobody does better than the optimum
     missed = int((standing & (best < 0)).sum())
@@ -92,12 +92,12 @@ def test_pgd_with_restarts_finds_what_can_be_found_among_many_classes() -> None:
 def test_no_attack_leaves_its_ball(bounds: tuple[float | None, float | None]) -> None:
     model, inputs, targets = linear(classes=3)
     inputs = inputs.clamp(*bounds) if bounds[0] is not None else inputs
-    ball = AttackConfig(epsilon=EPSILON, low=bounds[0], high=bounds[1])
+    ball = AttackConfig(epsilon=EPSILON, low=bounds[0], high=bounds[1], steps=7, restarts=3)
     for moved in (
         fgsm(model, inputs, targets, ball),
         noisy(inputs, ball, draw()),
-        pgd(model, inputs, targets, ball, steps=7, restarts=3, generator=draw()),
-        pgd(model, inputs, targets, ball, steps=7, restarts=1, generator=draw(), smoothing=0.1),
+        pgd(model, inputs, targets, ball, generator=draw()),
+        pgd(model, inputs, targets, replace(ball, restarts=1), generator=draw(), smoothing=0.1),
     ):
         assert float((moved - inputs).abs().max()) <= EPSILON * (1 + 1e-12)
         assert float((moved - inputs).abs().max()) > 0.9 * EPSILON

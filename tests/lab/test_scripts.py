@@ -18,7 +18,7 @@ from gonio import Recipe
 from gonio.errors import InvalidArgumentError, UnmatchedRuleError
 from gonio.lab import Run, Study, StudyPlan, make_script_plan, run
 from gonio.lab.running.scheduler import Lines
-from gonio.lab.running.scripts import _run_script, curve_of
+from gonio.lab.running.scripts import _run_script, curve_of, logged
 from gonio.lab.showing import html as html_of
 from lab.plans import OWN
 
@@ -88,14 +88,14 @@ def test_what_is_logged_twice_is_replaced_and_a_torn_line_is_left_out(tmp_path: 
     one.log(2, loss=3.0)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 3, "val')
-    assert curve_of(tmp_path) == {"step": [0.0, 2.0], "loss": [None, 3.0], "score": [1.0, None]}
+    assert curve_of(logged(tmp_path)) == {"step": [0.0, 2.0], "loss": [None, 3.0], "score": [1.0, None]}
 
 
 def test_long_logs_are_thinned(tmp_path: Path) -> None:
     one = run_of(tmp_path)
     for step in range(2001):
         one.log(step, loss=step)
-    curve = curve_of(tmp_path)
+    curve = curve_of(logged(tmp_path))
     assert curve["step"] == curve["loss"] == [float(step) for step in range(0, 2001, 3)]
 
 

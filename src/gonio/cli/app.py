@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 import gonio
 from gonio.cli import settings
 from gonio.cli.helping import LocalHelp
-from gonio.cli.options import Lang
+from gonio.cli.options import Lang, source_of
 from gonio.errors import (
     ClaimError,
     ConfigError,
@@ -308,8 +308,8 @@ def _of_file(error: Any) -> ConfigError | None:
     parameter, context = getattr(error, "param", None), getattr(error, "ctx", None)
     if parameter is None or context is None:
         return None
-    source, path = context.get_parameter_source(parameter.name), context.meta.get(_FILE)
-    if path is None or source is None or source.name != "DEFAULT_MAP":
+    path = context.meta.get(_FILE)
+    if path is None or source_of(context, parameter.name) != "DEFAULT_MAP":
         return None
     name = max(parameter.opts, key=len).lstrip("-")
     return ConfigError(str(path), [f"[{context.info_name}] {name}: {error.message}"])
@@ -373,9 +373,8 @@ def _show_usage(error: Any, file: Any = None) -> None:
 
 def _origin(context: Any, parameter: str, path: Path | None) -> str:
     """Where the value of a parameter comes from."""
-    source = context.get_parameter_source(parameter)
     names = {"COMMANDLINE": say("command line"), "DEFAULT_MAP": path.name if path else ""}
-    return names.get(source.name, say("default")) if source is not None else say("default")
+    return names.get(source_of(context, parameter), say("default"))
 
 
 def _exit_code(error: GonioError | OSError) -> ExitCode:

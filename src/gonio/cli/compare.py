@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,18 +120,11 @@ _Study = Annotated[Path, typer.Option("-o", "--output", help="The study's folder
 def _takes_training(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a training; its argument `training` holds those that were named."""
 
-    @wraps(command)
-    def wrapped(*arguments: Any, **named: Any) -> None:
+    def run(*arguments: Any, **named: Any) -> None:
         training = {name: value for name in _TRAINING if (value := named.pop(name)) is not None}
         command(*arguments, training=training, **named)
 
-    signature = inspect.signature(command, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "training"]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    further = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in _TRAINING.items()]
-    wrapped.__signature__ = signature.replace(parameters=[*own, *further])  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *further]}
-    return wrapped
+    return options.declared_like(command, run, _TRAINING, but="training")
 
 
 @_takes_training

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import wraps
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -59,29 +59,36 @@ Lang = Annotated[
 def with_language(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the option `--lang`, which all commands have."""
 
-    @wraps(command)
     def run(lang: Lang = None, **options: Any) -> None:
         command(**options)
 
-    hints = get_type_hints(command, include_extras=True)
-    signature = inspect.signature(command)
-    own = [each.replace(annotation=hints[name]) for name, each in signature.parameters.items()]
-    lang = inspect.Parameter("lang", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Lang)
-    run.__signature__ = signature.replace(parameters=[*own, lang])  # type: ignore[attr-defined]
-    run.__annotations__ = {**hints, "lang": Lang}
-    del run.__wrapped__
-    return run
+    return declared_like(command, run, {"lang": Lang})
 
 
-def is_named(context: typer.Context, parameter: str) -> bool:
-    """Whether an option is on the command line; one that a file sets, or a default, need not have an effect."""
+def declared_like(
+    command: Callable[..., None], run: Callable[..., None], further: Mapping[str, Any], *, but: str = ""
+) -> Callable[..., None]:
+    """`run` with the name, the help and the options of a command, but one of them, and with further options."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != but]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in further.items()]
+    made = wraps(command)(run)
+    made.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    made.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *added]}
+    del made.__wrapped__
+    return made
+
+
+def source_of(context: Any, parameter: str) -> str:
+    """Where the value of a parameter comes from, as click calls it; empty where it does not know."""
     source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"
+    return "" if source is None else str(source.name)
 
 
 def refuse_unused(context: typer.Context, parameter: str, needs: str) -> None:
-    """Refuse an option that is on the command line and has no effect there."""
-    if is_named(context, parameter):
+    """Refuse an option that has no effect where it is named; one that a file sets, or a default, need not have one."""
+    if source_of(context, parameter) == "COMMANDLINE":
         asked = say("{option} has no effect here", option=f"--{parameter.replace('_', '-')}")
         raise InvalidArgumentError(asked, needs, "Leave it out.")
 

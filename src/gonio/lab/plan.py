@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,7 @@ _LATER: dict[str, Any] = {"self_test": False, "tuning": None, "threat": None, "m
 _LATER |= {"device": "cpu", "metrics": {}}
 _FIRST_OF_TRAINING = ("epochs", "batch_size", "lr", "optimizer", "momentum", "weight_decay")
 _ALWAYS = object()
+adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # the validator of a type, made once
 CLOSED = ConfigDict(extra="forbid")  # of records that are read from a file: an unknown key is an error
 # No result depends on these fields.
 _UNHASHED = ("notes", "versions", "command", "history", "chance", "workers")
@@ -378,12 +379,8 @@ class StudyPlan:
         values = {key: value for key, value in data.items() if key != "hash"}
         for key in ("training", "tuning", "threat", "measure"):
             values[key] = values.get(key) or None
-        return _adapter().validate_python(values)
-
-
-@cache
-def _adapter() -> TypeAdapter[StudyPlan]:
-    return TypeAdapter(StudyPlan)
+        found: StudyPlan = adapter(StudyPlan).validate_python(values)
+        return found
 
 
 def installed_versions() -> Mapping[str, str]:

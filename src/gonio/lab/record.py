@@ -5,18 +5,17 @@ That are also norms and angles of the trained model's filters, small enough to b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
 from gonio import errors
 from gonio.geometry import angles, filter_norms, layout_of, matrix_view
-from gonio.lab.plan import CLOSED
+from gonio.lab.plan import CLOSED, adapter
 from gonio.parametrizations.checkpoints import weight_by_hook
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -59,12 +58,9 @@ class _Robustness:
     signs: list[str] = field(default_factory=list)
 
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
-
-
 def _readable_geometry(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """Raise ValueError unless it is a :class:`_Geometry` with lists as long as its edges and quantiles say."""
-    record: _Geometry = _adapter(_Geometry).validate_python(value)
+    record: _Geometry = adapter(_Geometry).validate_python(value)
     bins, quantiles = len(record.angle_edges) - 1, len(record.norm_quantiles)
     for path, layer in record.layers.items():
         if len(layer.angle_counts) != bins or len(layer.norms) not in (0, quantiles):
@@ -73,7 +69,7 @@ def _readable_geometry(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _readable_robustness(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    _adapter(_Robustness).validate_python(value)
+    adapter(_Robustness).validate_python(value)
     return value
 
 

@@ -173,7 +173,7 @@ _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 }
 _GROUPS = 8  # of a group norm, where the width has so many channels
 _CONV_NORMS: Mapping[str, Callable[[int], nn.Module]] = {
-    "none": lambda width: nn.Identity(),
+    "none": nn.Identity,
     "batch": nn.BatchNorm2d,
     "group": lambda width: nn.GroupNorm(min(_GROUPS, width), width),
     "layer": lambda width: nn.GroupNorm(1, width),
@@ -181,7 +181,7 @@ _CONV_NORMS: Mapping[str, Callable[[int], nn.Module]] = {
     "switchable": SwitchableNorm2d,
 }
 _LINEAR_NORMS: Mapping[str, Callable[[int], nn.Module]] = {
-    "none": lambda width: nn.Identity(),
+    "none": nn.Identity,
     "batch": nn.BatchNorm1d,
     "layer": nn.LayerNorm,
 }

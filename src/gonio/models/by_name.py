@@ -88,7 +88,8 @@ def resolve(spec: str) -> ModelFactory:
     else:
         known = [*BUILT_IN, *(f"{source}:NAME" for source in LIBRARIES)]
         raise UnknownNameError("model", spec, known, do=_elsewhere(spec))
-    return ModelFactory(spec, function, {k: k for k in accepted(function, ("num_classes", "in_channels"))})
+    parameters = inspect.signature(function).parameters
+    return ModelFactory(spec, function, {name: name for name in ("num_classes", "in_channels") if name in parameters})
 
 
 # --- libraries ----------------------------------------------------------------------------------------
@@ -249,18 +250,6 @@ def load_script(spec: str) -> Callable[..., Any]:
     return _function(spec, path, name, module)
 
 
-def accepted(function: Callable[..., Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names that are explicit parameters of `function`.
-
-    Example:
-        >>> from gonio.models.by_name import accepted
-        >>> accepted(lambda num_classes=10: None, ("num_classes", "in_channels"))
-        ('num_classes',)
-    """
-    parameters = inspect.signature(function).parameters
-    return tuple(name for name in names if name in parameters)
-
-
 def code_digest(spec: str) -> str | None:
     """SHA-256 of the file that `spec` names, with the modules beside it that it imports; None for a built-in name."""
     if not is_user_code(spec):
@@ -307,16 +296,8 @@ def _defined(path: Path) -> list[str]:
     return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
 
 
-def check_named(spec: str) -> None:
-    """Check that `path/file.py:name` has both parts, and that there is such a file, which is not run.
-
-    Raises:
-        InvalidArgumentError: if not; the message has the names that the file defines.
-    """
-    _split(spec)
-
-
 def _split(spec: str) -> tuple[Path, str]:
+    """The file and the name in it; an error without one of them has the names that the file defines."""
     text, _, name = spec.rpartition(":")
     if not text:
         problem, names = f"{spec!r} must name a function or class in the file", _defined(Path(spec))

@@ -44,7 +44,7 @@ class Gan(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.generator(noise(self, len(x), self.code, x))
+        made = self.generator(noise(self, x))
         fixed = {name: value.detach() for name, value in self.discriminator.named_parameters()}
         logits = (
             self.discriminator(x.flatten(1)),
@@ -80,14 +80,14 @@ class Vae(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mean, log_variance = self.encoder(x.flatten(1)).chunk(2, 1)
-        drawn = mean + (log_variance / 2).exp() * noise(self, len(x), self.code, x)
+        drawn = mean + (log_variance / 2).exp() * noise(self, x)
         return torch.cat([self.decoder(drawn), mean, log_variance], 1)
 
 
-def noise(model: nn.Module, count: int, size: int, like: Tensor) -> Tensor:
-    """Standard normal numbers, the same on every device; in evaluation mode always the same ones."""
+def noise(model: Gan | Vae, x: Tensor) -> Tensor:
+    """Standard normal codes, the same on every device; in evaluation mode always the same ones."""
     draw = torch.default_generator if model.training else torch.Generator().manual_seed(_NOISE_SEED)
-    return torch.randn(count, size, generator=draw).to(like)
+    return torch.randn(len(x), model.code, generator=draw).to(x)
 
 
 class ByteGru(nn.Module):
@@ -113,9 +113,7 @@ class ByteGru(nn.Module):
         self.width = width
         self.embed = nn.Embedding(vocabulary, width)
         self.input, self.recurrent = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
-        self.input_norm, self.recurrent_norm = (
-            nn.Identity() if norm == "none" else made[norm](3 * width) for _ in range(2)
-        )
+        self.input_norm, self.recurrent_norm = (made[norm](3 * width) for _ in range(2))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,15 +14,14 @@ from gonio.editing.copies import holds_copies
 from gonio.editing.edit import Ref, referrer
 from gonio.editing.steps import watch
 from gonio.editing.wrappers import parameter_ids, real_optimizers
-from gonio.errors import GonioError, InvalidArgumentError, PendingRecipeError
+from gonio.errors import InvalidArgumentError, PendingRecipeError
 from gonio.escaping import html_table
 from gonio.messages import local, say
 from gonio.optim import Held
 from gonio.optim.named import type_of
 from gonio.penalty import Penalty
-from gonio.recipes.acting import act_
 from gonio.recipes.catalogue import AFTER_STEPS, find
-from gonio.recipes.plan import Assignment
+from gonio.recipes.plan import Assignment, act_
 from gonio.recipes.rule import Rule
 from gonio.surgery import Edited, UndoError
 
@@ -128,7 +127,8 @@ def apply_(
             if a.verb == "penalty":
                 rules.append((a.where, find("penalty", a.rule.use).target(**a.rule.arguments())))
             else:
-                edits.append(_edit_(model, a, seed))
+                with a.named():  # the verb notes the layers that it leaves out
+                    edits.append(act_(model, a.verb, a.rule, where=a.where, seed=seed))
         penalty = Penalty(model, rules, seed=seed, accumulate=accumulate) if rules else None
     except BaseException:
         _Parts(name, [*edits]).run_()
@@ -138,15 +138,6 @@ def apply_(
     notes = tuple(note for edit in edits for note in edit.notes)
     parts = [part for part in (penalty, *edits, handover) if part is not None]
     return Applied(name, changes, notes, _Parts(name, parts), tuple(edits), penalty, handover)
-
-
-def _edit_(model: nn.Module, assignment: Assignment, seed: int) -> Edited:
-    """Run the verb of one rule; it notes the layers that it leaves out."""
-    try:
-        return act_(model, assignment.verb, assignment.rule, where=assignment.where, seed=seed)
-    except GonioError as error:
-        error.add_note(f"in {assignment.place}")
-        raise
 
 
 class _Parts:
@@ -214,15 +205,14 @@ class Handover:
             if found:
                 what = f"the recipe {self._recipe!r} trains with {self._optimizer.use}"
                 raise InvalidArgumentError(what, type(found[0]).__name__, "Use the one of make_optimizer().")
-        for part, given in self._after.items():
-            try:
+        try:
+            for part, given in self._after.items():
                 where = None if given.rule.where is None else given.where
-                self.done[part] = AFTER_STEPS[part](self._model, optimizer, where=where, **given.rule.arguments())
-            except BaseException as error:
-                if isinstance(error, GonioError):
-                    error.add_note(f"in {given.place}")
-                self._end_()
-                raise
+                with given.named():
+                    self.done[part] = AFTER_STEPS[part](self._model, optimizer, where=where, **given.rule.arguments())
+        except BaseException:
+            self._end_()
+            raise
         self._wait_no_longer()
         return self.held
 

@@ -56,7 +56,7 @@ class Problems:
     """Collects the problems of one document, so that one error reports all of them."""
 
     def __init__(self, document: Document) -> None:
-        self._document = document
+        self.document = document
         self._found: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
@@ -64,13 +64,13 @@ class Problems:
 
     def add(self, location: Location, message: str) -> None:
         """Record one problem."""
-        self._found.append((self._document.line(location) or 0, f"{self._document.at(location)}: {message}"))
+        self._found.append((self.document.line(location) or 0, f"{self.document.at(location)}: {message}"))
 
     def raise_if_any(self) -> None:
         """Raise one RecipeError with the problems, if there are any, in the order of their lines."""
         texts = [text for _, text in sorted(self._found, key=lambda row: row[0])]
         if texts:
-            raise RecipeError(self._document.origin, texts)
+            raise RecipeError(self.document.origin, texts)
 
 
 def shortened(value: Any, *, quote: bool = True) -> str:

@@ -1,14 +1,18 @@
-"""Which rule applies to which module of a model, before anything is changed."""
+"""Which rule applies to which module of a model, and whether its verb refuses it, before anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import nn
 
-from gonio.editing.where import left_out, require_model, why_not
+from gonio.editing.edit import Edited
+from gonio.editing.where import Where, left_out, require_model, why_not
 from gonio.errors import (
     GonioError,
     InvalidArgumentError,
@@ -26,11 +30,13 @@ from gonio.messages import local, say
 from gonio.optim.clip_qk import clippable
 from gonio.optim.hold import holdable
 from gonio.penalty import terms
-from gonio.recipes.acting import refusal
 from gonio.recipes.catalogue import AFTER_STEPS, find
 from gonio.recipes.rule import ENDS, KEEP, Rule
-from gonio.surgery import Selector, Site, as_selector, init, parametrize, sites, swap
+from gonio.seeding import state_kept
+from gonio.surgery import Selector, Site, as_selector, init, init_, parametrize, parametrize_, sites, swap, swap_
 from gonio.surgery.graph import trace
+
+_LARGE = 1 << 22  # numbers of a layer that is not tried where a smaller one is
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,15 @@ class Assignment:
         paths = frozenset((*(site.path for site in self.sites), *self.left))
         return Paths(paths, f"{_where_text(self.rule)} (rule {self.number})")
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, an error of a verb says which rule it is about."""
+        try:
+            yield
+        except GonioError as error:
+            error.add_note(f"in {self.place}")
+            raise
+
 
 def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: str) -> list[Assignment]:
     """Assign to every rule its modules: per verb, each module goes to the first rule that selects it.
@@ -239,14 +254,61 @@ def _refused(assignment: Assignment) -> list[str]:
     Raises:
         GonioError: of the verb, where the layer and not the rule is the reason, as one that is parametrized before.
     """
-    error = refusal(assignment.verb, assignment.rule, assignment.sites)
+    error = _refusal(assignment.verb, assignment.rule, assignment.sites)
     if isinstance(error, GonioError) and not isinstance(error, (InvalidArgumentError, UnknownNameError)):
-        error.add_note(f"in {assignment.place}")
-        raise error
+        with assignment.named():
+            raise error
     if error is None:
         return []
     said = str(error) if isinstance(error, GonioError) else f"it fails: {first_line(error, kind=True)}"
     return [f"{assignment.place}: {said}"]
+
+
+def _refusal(verb: str, rule: Rule, sites: Iterable[Site]) -> Exception | None:
+    """The error of a verb that refuses a rule on one of these layers; None if it refuses it on none.
+
+    It is tried on a copy of the smallest layer of each type: a value out of range fails on every layer, and a method
+    that does not fit a type of layers fails on each of them.
+    """
+    smallest: dict[type, tuple[int, Site]] = {}
+    for site in sites:
+        size = sum(each.numel() for each in site.module.parameters())
+        if size < smallest.get(type(site.module), (size + 1, site))[0]:
+            smallest[type(site.module)] = size, site
+    tried = sorted(smallest.values(), key=lambda pair: pair[0])
+    for number, (size, site) in enumerate(tried):
+        if number and size > _LARGE:
+            break
+        try:
+            alone = _alone(site)
+        except Exception:  # a layer of the user's that cannot be copied is refused, or not, when the verb runs
+            continue
+        try:
+            with state_kept():
+                act_(alone, verb, rule, where=Paths(frozenset([site.path]), site.path), seed=0)
+        except (GonioError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # torch's for a wrong value
+            return error
+    return None
+
+
+def _alone(site: Site) -> nn.Module:
+    """A model with a copy of one layer, under the same path."""
+    layer = deepcopy(site.module)
+    for name in reversed(site.path.split(".") if site.path else ()):
+        layer = nn.Sequential(OrderedDict([(name, layer)]))
+    return layer
+
+
+def act_(model: nn.Module, verb: str, rule: Rule, *, where: Where, seed: int) -> Edited:
+    """Run `init`, `swap` or `parametrize` by a rule."""
+    arguments = rule.arguments()
+    target, tensor = find(verb, rule.use).target, arguments.pop("tensor", "weight")
+    match verb:
+        case "swap":
+            return swap_(model, target, where=where, **arguments)
+        case "init":
+            return init_(model, target, where=where, tensor=tensor, seed=seed, **arguments)
+    return parametrize_(model, target(**arguments), where=where, tensor=tensor)
 
 
 def plan(name: str, assignments: Sequence[Assignment], model: nn.Module, *, optimizer: Rule | None = None) -> Plan:
@@ -290,12 +352,10 @@ def _with_skipped(assignment: Assignment, model: nn.Module) -> tuple[Assignment,
 def _with_left_out(assignment: Assignment, model: nn.Module) -> tuple[Assignment, str]:
     """Which of its modules a verb after steps would leave out; a reason if it cannot act."""
     try:
-        found, changes = _APPLICABLE[assignment.verb](model, assignment.where, **assignment.rule.arguments())
+        with assignment.named():
+            found, changes = _APPLICABLE[assignment.verb](model, assignment.where, **assignment.rule.arguments())
     except NoMatchError as error:
         return assignment, f"has no effect: {error}"
-    except GonioError as error:
-        error.add_note(f"in {assignment.place}")
-        raise
     named = tuple(site for site in assignment.sites if site.path in found)
     skipped = {path: why for path, why in found.items() if why}
     return replace(assignment, sites=named, skipped=skipped, changes=changes), ""

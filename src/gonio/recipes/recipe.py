@@ -263,9 +263,9 @@ def _fields(document: Document) -> dict[str, Any]:
     for verb in VERBS:
         listed = data.get(verb)
         rules = enumerate(listed if isinstance(listed, list) else ())
-        fields[verb] = tuple(read_rule(verb, raw, (verb, i), problems, document.line((verb, i))) for i, raw in rules)
+        fields[verb] = tuple(read_rule(verb, number, raw, problems) for number, raw in rules)
     for part in (part for part in TRAINING if part in data):
-        fields[part] = read_part(part, data[part], problems, document.line((part,)))
+        fields[part] = read_part(part, data[part], problems)
     problems.raise_if_any()
     return fields
 

@@ -123,12 +123,13 @@ def _text(options: Options) -> str:
     return ", ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in options)
 
 
-def read_rule(verb: str, raw: Any, at: Location, problems: Problems, line: int | None) -> Rule | None:
-    """A rule from plain data; None if something is wrong with it, which is added to `problems`."""
+def read_rule(verb: str, number: int, raw: Any, problems: Problems) -> Rule | None:
+    """A rule of a verb from plain data; None if something is wrong with it, which is added to `problems`."""
+    at = (verb, number)
     if not isinstance(raw, dict):
         problems.add(at, f"a rule is a mapping such as {{where: …, use: …}}; found {shortened(raw)}")
         return None
-    before = len(problems)
+    before, line = len(problems), problems.document.line(at)
     where, use = raw.get("where"), raw.get("use")
     rest = {key: value for key, value in raw.items() if key not in ("where", "use")}
     _check_where(where, (*at, "where"), problems)
@@ -153,7 +154,7 @@ def read_rule(verb: str, raw: Any, at: Location, problems: Problems, line: int |
     return Rule(where, entry.name, tuple(sorted([*own.items(), *options])), line) if len(problems) == before else None
 
 
-def read_part(part: str, raw: Any, problems: Problems, line: int | None) -> Rule | None:
+def read_part(part: str, raw: Any, problems: Problems) -> Rule | None:
     """`optimizer`, `hold` or `clip_qk` from plain data; None if something is wrong, which is added to `problems`."""
     at, before = (part,), len(problems)
     if not isinstance(raw, dict):
@@ -181,7 +182,7 @@ def read_part(part: str, raw: Any, problems: Problems, line: int | None) -> Rule
             _try_part(part, entry, dict(options))
         except GonioError as error:
             problems.add(at, str(error))
-    return Rule(where, entry.name, options, line) if len(problems) == before else None
+    return Rule(where, entry.name, options, problems.document.line(at)) if len(problems) == before else None
 
 
 def _try_part(part: str, entry: Entry, options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import gonio
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.lab import Split, Task, TrainingConfig
 from gonio.lab.tasks import Metric, resolve
-from gonio.lab.treating.change import best_scale
+from gonio.lab.treating.doctor import best_scale
 from gonio.lab.treating.proof import held_out, study_of
 from gonio.measuring.findings.remedies import PROOFS
 from gonio.measuring.findings.rules import HEAD_RULES, RULES, explain, rule_texts

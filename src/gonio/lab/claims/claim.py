@@ -263,18 +263,18 @@ class Claim(BaseModel):
         if bool(self.not_tried) == bool(self.quick or self.full):
             raise ValueError("a claim has an experiment, quick or full, or says under not_tried why there is none")
         try:
-            spec_of(Measure(self.measure, self.options))
+            spec = spec_of(Measure(self.measure, self.options))
         except GonioError as error:
             raise ValueError(f"measure: {error}") from error
         for name, setting in (("quick", self.quick), ("full", self.full)):
             try:
                 if setting is not None:
-                    self._check_setting(setting)
+                    self._check_setting(setting, is_score=spec.better is not None)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         return self
 
-    def _check_setting(self, setting: Experiment) -> None:
+    def _check_setting(self, setting: Experiment, *, is_score: bool) -> None:
         names, sides = [arm.name for arm in setting.arms], setting.sides
         if not names or len(set(names)) < len(names):
             raise ValueError(f"an experiment needs arms with different names; found {names}")
@@ -288,10 +288,9 @@ class Claim(BaseModel):
             if is_user_code(named):
                 code = shorten(repr(named), longest=60)
                 raise ValueError(f"{code} names code, which only --task and --model of the command line can")
+        if setting.tune and not is_score:
+            raise ValueError(f"tune needs a measure that is a score; {self.measure} has no better side")
         try:
-            is_score = spec_of(Measure(self.measure, self.options)).better is not None
-            if setting.tune and not is_score:
-                raise ValueError(f"tune needs a measure that is a score; {self.measure} has no better side")
             alike: dict[str, str] = {}
             for arm in setting.arms:
                 spec_of(Measure(self.measure, {**self.options, **arm.measure}))

@@ -17,8 +17,7 @@ import numpy as np
 
 from gonio.lab.claims.claim import CHOICE_SEEDS, FEWEST_DOSES, Arm, Claim, Experiment, TrainingFields
 from gonio.lab.judging.statistics import ALPHA, half_width, points, sign_flip_rows
-from gonio.lab.plan import Measure
-from gonio.lab.running.measures import MeasureSpec, spec_of
+from gonio.lab.running.measures import MeasureSpec, measures
 from gonio.messages import say
 
 FEWEST_TRIALS = 8  # of the learning rate of each arm
@@ -74,7 +73,7 @@ def controlled(claim: Claim, setting: Experiment, *, epochs: int) -> tuple[Arm, 
         return setting.arms
     base = setting.baseline
     found = [*setting.arms, base.model_copy(update={"name": "again", "redraw": True, "of": "", "series": ""})]
-    if not spec_of(Measure(claim.measure)).start and not claim.fair.speed:
+    if not measures()[claim.measure].start and not claim.fair.speed:
         twice = 2 * (base.training.epochs or setting.training.epochs or epochs)
         training = TrainingFields(**{**base.training.model_dump(exclude_none=True), "epochs": twice})
         found.append(base.model_copy(update={"name": "longer", "training": training, "of": "", "series": ""}))
@@ -92,12 +91,12 @@ def chosen(claim: Claim, setting: Experiment, runs: Runs) -> dict[str, str]:
 
 def _best(claim: Claim, setting: Experiment, runs: Runs, doses: Sequence[Arm]) -> Arm:
     """The dose with the best mean score, of equal ones the smallest; for a property the score of the task."""
-    spec = spec_of(Measure(claim.measure))
+    spec = measures()[claim.measure]
     if spec.kind == "property":
         scores, less = runs.reached, claim.fair.ceiling is not None
     else:
         scores, less = runs.scores, (spec.better or _BETTER[claim.direction]) == "min"
-    means = [_mean(scores, arm.name, choice=True) for arm in doses]
+    means = [mean_score(scores, arm.name, choice=True) for arm in doses]
     seen = [(-mean if less else mean, -at, arm) for at, (arm, mean) in enumerate(zip(doses, means, strict=True))
             if mean is not None]  # fmt: skip
     return max(seen, key=lambda each: each[:2])[2] if seen else doses[0]
@@ -105,8 +104,8 @@ def _best(claim: Claim, setting: Experiment, runs: Runs, doses: Sequence[Arm]) -
 
 def _strongest(claim: Claim, setting: Experiment, runs: Runs, doses: Sequence[Arm]) -> Arm:
     """The largest dose whose task score is as good as the baseline's within the margin; the smallest if none is."""
-    base, margin = _mean(runs.reached, setting.baseline.name, choice=True), claim.fair.margin or 0.0
-    means = [(arm, _mean(runs.reached, arm.name, choice=True)) for arm in doses]
+    base, margin = mean_score(runs.reached, setting.baseline.name, choice=True), claim.fair.margin or 0.0
+    means = [(arm, mean_score(runs.reached, arm.name, choice=True)) for arm in doses]
     kept = [arm for arm, mean in means if base is not None and mean is not None and abs(mean - base) <= margin]
     return kept[-1] if kept else doses[0]
 
@@ -142,7 +141,8 @@ def _paired(scores: _Scores, first: str, second: str) -> list[float]:
     return [one[seed] - other[seed] for seed in sorted({*one} & {*other} - {*CHOICE_SEEDS})]
 
 
-def _mean(scores: _Scores, arm: str, *, choice: bool = False) -> float | None:
+def mean_score(scores: _Scores, arm: str, *, choice: bool = False) -> float | None:
+    """Mean of an arm over the judged seeds, or over those that choose a dose; None without one."""
     found = [score for seed, score in scores.get(arm, {}).items() if (seed in CHOICE_SEEDS) is choice]
     return statistics.fmean(found) if found else None
 
@@ -167,7 +167,7 @@ def planned_obstacle(claim: Claim, setting: Experiment, *, examples: int) -> str
 def _first(rules: Mapping[str, Callable[[_Seen], str]], claim: Claim, setting: Experiment, runs: Runs) -> str:
     if claim.scope == "identity":
         return ""
-    seen = _Seen(claim, setting, runs, spec_of(Measure(claim.measure)))
+    seen = _Seen(claim, setting, runs, measures()[claim.measure])
     return next((said for rule in rules.values() if (said := rule(seen))), "")
 
 
@@ -200,7 +200,7 @@ class _Seen:
     def mean_reached(self, arm: Arm) -> float | None:
         """Over the judged seeds; None if a run diverged or was not recorded."""
         lost = {*self.runs.scores.get(arm.name, {})} - {*self.reached.get(arm.name, {}), *CHOICE_SEEDS}
-        return None if lost else _mean(self.reached, arm.name)
+        return None if lost else mean_score(self.reached, arm.name)
 
 
 def _states_bound(seen: _Seen) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from gonio.lab.claims.claim import CHOICE_SEEDS, Claim, Experiment, families, read_claim
-from gonio.lab.claims.fairness import Runs, chosen, noise, obstacle
+from gonio.lab.claims.fairness import Runs, chosen, mean_score, noise, obstacle
 from gonio.lab.judging.statistics import VERDICTS, Evidence, contrasts, judge
-from gonio.lab.plan import Measure
-from gonio.lab.running.measures import spec_of
+from gonio.lab.running.measures import measures
 from gonio.messages import Message, counted, joined, say
 
 SCHEMA = "gonio.claims/1"
@@ -92,7 +90,7 @@ class ClaimResult:
     @property
     def measured(self) -> str:
         """What the scores are, in one sentence; empty if the claim was not tried."""
-        return spec_of(Measure(self.claim.measure)).summary if self.plan else ""
+        return measures()[self.claim.measure].summary if self.plan else ""
 
     @property
     def values(self) -> Mapping[int, float]:
@@ -112,8 +110,7 @@ class ClaimResult:
 
     def mean(self, arm: str) -> float | None:
         """Mean score of an arm over the judged seeds."""
-        found = [*self.judged_seeds.scores.get(arm, {}).values()]
-        return statistics.fmean(found) if found else None
+        return mean_score(self.runs.scores, arm)
 
 
 @dataclass(frozen=True)

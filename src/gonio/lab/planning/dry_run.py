@@ -7,12 +7,11 @@ import math
 import torch
 
 from gonio.lab.judging.statistics import ALPHA, detectable, enough, least_p, points
-from gonio.lab.plan import RecipeEntry, StudyPlan
+from gonio.lab.plan import StudyPlan
 from gonio.lab.running.cost import Gauge, training_step
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.training import build, evaluate, task_of
 from gonio.lab.running.tuning import space_of
-from gonio.lab.tasks.task import Task
 from gonio.messages import counted, joined, say
 from gonio.pages.tables import duration
 
@@ -143,24 +142,21 @@ def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:
 
     From three training steps and one validation. Meant for a process of its own.
     """
-    task = task_of(plan)
-    return [_run_seconds(plan, task, entry) for entry in plan.recipes]
-
-
-def _run_seconds(plan: StudyPlan, task: Task, entry: RecipeEntry) -> tuple[float, float]:
-    step = training_step(plan, task, entry)
-    model, _, _ = build(plan, task, entry, plan.seeds[0])
-    device = torch.device(plan.device)
-    with Gauge(device) as trained:
-        for _ in range(3):
-            step()
-    with Gauge(device) as judged:
-        evaluate(model, task, task.validation)
-    one, threat = trained.seconds / 3, plan.threat
-    steps = math.ceil(len(task.train) / plan.trained.batch_size)
-    training = plan.trained.epochs * (one * steps + judged.seconds)
-    if threat is None:
-        return training, 0.0
-    ascents = threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
-    misled_early = 0.5  # of the examples
-    return training, one * misled_early * threat.examples * threat.steps * ascents / plan.trained.batch_size
+    task, device, size, attacked = task_of(plan), torch.device(plan.device), plan.trained.batch_size, 0.0
+    steps = math.ceil(len(task.train) / size)
+    if (threat := plan.threat) is not None:
+        ascents = threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
+        misled_early = 0.5  # of the examples
+        attacked = misled_early * threat.examples * threat.steps * ascents / size
+    found = []
+    for entry in plan.recipes:
+        step = training_step(plan, task, entry)
+        model, _, _ = build(plan, task, entry, plan.seeds[0])
+        with Gauge(device) as trained:
+            for _ in range(3):
+                step()
+        with Gauge(device) as judged:
+            evaluate(model, task, task.validation)
+        one = trained.seconds / 3
+        found.append((plan.trained.epochs * (one * steps + judged.seconds), one * attacked))
+    return found

@@ -23,16 +23,15 @@ from gonio.lab.plan import (
     installed_versions,
     seeds_of,
 )
-from gonio.lab.planning.data_notes import notes_on_data
-from gonio.lab.planning.first_steps import check_first_steps
+from gonio.lab.planning.checks import check_first_steps, notes_on_data, paired
 from gonio.lab.running.engines.local import call_apart
 from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import autocast
 from gonio.lab.running.tuning import require_optuna
 from gonio.lab.tasks.built_in import resolve as resolve_task
-from gonio.lab.tasks.task import Task, paired
+from gonio.lab.tasks.task import Task
 from gonio.models import resolve as resolve_model
-from gonio.models.by_name import check_named, code_digests, is_user_code
+from gonio.models.by_name import code_digests, is_user_code
 from gonio.optim.named import check_settings
 from gonio.recipes import BASELINE, Recipe
 from gonio.seeding import state_kept
@@ -185,6 +184,7 @@ def make_script_plan(
     if own := [recipe.name for recipe in loaded if recipe.optimizer is not None]:
         named, do = f"{', '.join(own)}, which names one", "Leave the recipe out, or its optimizer."
         raise InvalidArgumentError("a script builds its own optimizer", named, do)
+    code = code_digests(script)  # also checks that there is such a file, which is not run
     unfit = _unfit(script, loaded, device)
     if unfit and recipes is not None:
         raise _script_error(script, "; ".join(unfit.values()))
@@ -202,7 +202,7 @@ def make_script_plan(
         splits={},
         data="",
         sesoi=sesoi,
-        code=code_digests(script),
+        code=code,
         notes=(_SCRIPT_NOTE, *map(_left_out, unfit), *_alike(entries)),
         versions=installed_versions(),
         command=command,
@@ -275,7 +275,6 @@ def _chosen(recipes: Sequence[str | Recipe] | None, task: Task, model: nn.Module
 
 def _unfit(script: str, recipes: Sequence[Recipe], device: str) -> dict[str, str]:
     """The recipes with a rule that matches no layer of the script's model, with the reason."""
-    check_named(script)
     try:
         found = call_apart(probe_script, script, [recipe.to_dict() for recipe in recipes], device)
     except ChildProcessError as error:

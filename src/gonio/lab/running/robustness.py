@@ -63,18 +63,15 @@ def attacked(
 ) -> dict[str, Any]:
     """The figures of :func:`robustness` for a function and the examples that are attacked."""
 
-    def ascended(name: str, ball: AttackConfig, *, restarts: int = 1, smoothing: float = 0.0) -> Tensor:
-        draw = generator(config.seed, name)
-        return pgd(
-            answer, inputs, targets, ball,
-            steps=config.steps, restarts=restarts, generator=draw, smoothing=smoothing,
-        )  # fmt: skip
+    def ascended(name: str, ball: AttackConfig, *, smoothing: float = 0.0) -> Tensor:
+        return pgd(answer, inputs, targets, ball, generator=generator(config.seed, name), smoothing=smoothing)
 
+    once = replace(config, restarts=1)
     disturbed = {
         "noise": noisy(inputs, config, generator(config.seed, "noise")),
         "fgsm": fgsm(answer, inputs, targets, config),
-        "pgd": ascended("pgd", config, restarts=config.restarts),
-        "smoothed": ascended("smoothed", config, smoothing=_SMOOTHING * config.epsilon),
+        "pgd": ascended("pgd", config),
+        "smoothed": ascended("smoothed", once, smoothing=_SMOOTHING * config.epsilon),
         **({} if transferred is None else {"transfer": transferred}),
     }
     right = {name: survive(answer, moved, targets) for name, moved in disturbed.items()}
@@ -82,7 +79,7 @@ def attacked(
     found: dict[str, Any] = {"clean": _percent(clean)}
     found |= {name: _percent(right[name]) for name in ATTACKS if name in right}
     found["worst"] = _percent(torch.stack([clean, *right.values()]).all(0))
-    further = [replace(config, epsilon=factor * config.epsilon) for factor in _RADII]
+    further = [replace(once, epsilon=factor * config.epsilon) for factor in _RADII]
     found["radii"] = [
         {"epsilon": far.epsilon, "accuracy": _percent(survive(answer, ascended("radii", far), targets))}
         for far in further
@@ -116,10 +113,7 @@ def chosen(count: int, config: AttackConfig) -> Tensor:
 def transferable(model: nn.Module, task: Task, config: AttackConfig) -> Tensor:
     """The examples, disturbed to mislead this model; other models see them in the transfer attack."""
     inputs, targets = attacked_split(task, config)
-    return pgd(
-        answer_of(model, task), inputs, targets, config, steps=config.steps,
-        restarts=config.restarts, generator=generator(config.seed, "transfer"),
-    )  # fmt: skip
+    return pgd(answer_of(model, task), inputs, targets, config, generator=generator(config.seed, "transfer"))
 
 
 def to_text(tensor: Tensor) -> Mapping[str, Any]:
@@ -193,8 +187,6 @@ def pgd(
     targets: Tensor,
     ball: AttackConfig,
     *,
-    steps: int,
-    restarts: int,
     generator: Generator,
     smoothing: float = 0.0,
 ) -> Tensor:
@@ -212,7 +204,7 @@ def pgd(
     """
     found = inputs.clone()
     standing = survive(answer, inputs, targets)
-    for restart in range(restarts):
+    for restart in range(ball.restarts):
         objective = (log_odds, margin)[restart % 2]
 
         def slope(x: Tensor, y: Tensor, objective: Objective = objective) -> Tensor:
@@ -226,21 +218,21 @@ def pgd(
 
         starts = inputs if restart == 0 else noisy(inputs, ball, generator)
         for index in standing.nonzero().flatten().split(_CHUNK):
-            found[index] = _ascend(answer, slope, starts[index], inputs[index], targets[index], ball, steps)
+            found[index] = _ascend(answer, slope, starts[index], inputs[index], targets[index], ball)
         standing = standing & survive(answer, found, targets)
     return found
 
 
 def _ascend(
-    answer: Answer, slope: Objective, start: Tensor, inputs: Tensor, targets: Tensor, ball: AttackConfig, steps: int
+    answer: Answer, slope: Objective, start: Tensor, inputs: Tensor, targets: Tensor, ball: AttackConfig
 ) -> Tensor:
     """Steps along the sign of the slope; an example that is misled stays as it is."""
     moved = start
-    for _ in range(steps):
+    for _ in range(ball.steps):
         standing = survive(answer, moved, targets).view(-1, *(1,) * (inputs.ndim - 1))
         if not bool(standing.any()):
             break
-        stepped = project(moved + 2.5 * ball.epsilon / steps * slope(moved, targets).sign(), inputs, ball)
+        stepped = project(moved + 2.5 * ball.epsilon / ball.steps * slope(moved, targets).sign(), inputs, ball)
         moved = torch.where(standing, stepped, moved)
     return moved
 

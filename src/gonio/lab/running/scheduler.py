@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gonio.errors import Interrupted, InvalidArgumentError
 from gonio.escaping import shorten
 from gonio.lab.judging.statistics import require_scipy
-from gonio.lab.plan import AttackConfig, RecipeEntry, StudyPlan, Tuning, installed_versions
+from gonio.lab.plan import RecipeEntry, StudyPlan, Tuning, installed_versions
 from gonio.lab.record import RunRecord
 from gonio.lab.running.cost import measure_costs
 from gonio.lab.running.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
@@ -112,8 +112,8 @@ class Scheduler:
         study: Study,
         engine: Engine,
         watcher: Watcher,
-        run_timeout: float | None = None,
-        check: Callable[[], None] = lambda: None,
+        run_timeout: float | None,
+        check: Callable[[], None],
     ) -> None:
         self._study, self._engine, self._watcher, self._run_timeout = study, engine, watcher, run_timeout
         self._check = check  # raises if an interruption was lost
@@ -141,7 +141,7 @@ class Scheduler:
                 self._check()
                 while self._waiting and len(self._running) < self._engine.slots:
                     job = self._waiting.pop()
-                    function, arguments = job.call(self._study, shares_files=self._engine.shares_files)
+                    function, arguments = job.call(self._engine)
                     self._running[self._engine.start(function, *arguments)] = job
                 began = time.monotonic()
                 ended = self._engine.wait(self._running, timeout=_POLL)
@@ -194,8 +194,8 @@ class Scheduler:
 
     def _store(self, job: Job, record: RunRecord, used: Mapping[str, str]) -> None:
         """Commit the record, queue the jobs that can start now, and report it."""
-        self._waiting = job.commit(self._study, record, used)[::-1] + self._waiting
-        if not isinstance(job, TransferJob):
+        self._waiting = job.commit(record, used)[::-1] + self._waiting
+        if job.counts:
             self._watcher.run_ended(record)
         elif record.status != "finished":
             self._watcher.stage(f"no transfer attack: {record.status}: {record.error}")
@@ -260,107 +260,50 @@ def _stopped_once(what: str) -> Iterator[Callable[[], None]]:
 Call = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
 
 
-class Job(Protocol):
-    """One computation in a process of its own, and how its record is stored."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-
-    @property
-    def failure(self) -> RunRecord:
-        """The record if the process died; the error is filled in."""
-
-    def call(self, study: Study, *, shares_files: bool) -> Call:
-        """The function, which returns a record and versions as data, and its arguments.
-
-        Args:
-            shares_files: whether its process can reach the study's folder.
-        """
-
-    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
-        """Write the record into the study; returns the jobs that can start now and could not before."""
-
-
 @dataclass(frozen=True)
-class RunJob:
+class Job:
+    """One computation in a process of its own, and how its record is stored.
+
+    Attributes:
+        name: for messages.
+        failure: the record if the process died; the error is filled in.
+        call: for the engine that starts it: the function, which returns a record and versions as data, and its
+            arguments.
+        commit: writes the record and the versions into the study, and returns the jobs that can start now and could not
+            before.
+        counts: whether it is one of the runs whose progress is reported.
+    """
+
+    name: str
+    failure: RunRecord
+    call: Callable[[Engine], Call]
+    commit: Callable[[RunRecord, Mapping[str, str]], list[Job]]
+    counts: bool = True
+
+
+def run_jobs(study: Study) -> list[Job]:
+    """The runs that the study lacks, in the plan's order."""
+    return [_run_job(study, entry, seed) for entry, seed in study.missing()]
+
+
+def _run_job(study: Study, entry: RecipeEntry, seed: int) -> Job:
     """One recipe × one seed."""
 
-    entry: RecipeEntry
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.entry.name}, seed {self.seed}"
-
-    @property
-    def failure(self) -> RunRecord:
-        return RunRecord(self.entry.name, self.seed, "failed")
-
-    def call(self, study: Study, *, shares_files: bool) -> Call:
+    def call(engine: Engine) -> Call:
         if not study.plan.scripted:
-            settings = study.trials.chosen(self.entry)
-            return execute_run, (study.plan, self.entry, self.seed, settings, study.transferred())
-        folder = study.scratch(self.entry, self.seed).absolute() if shares_files else None
+            return execute_run, (study.plan, entry, seed, study.trials.chosen(entry), study.transferred())
+        folder = study.scratch(entry, seed).absolute() if engine.shares_files else None
         if folder is not None and study.path.is_dir():  # else it was moved, which the next commit says
             folder.parent.mkdir(exist_ok=True)
-        return execute_script, (study.plan, self.entry, self.seed, folder)
+        return execute_script, (study.plan, entry, seed, folder)
 
-    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
-        study.add(self.entry, record, used)
+    def commit(record: RunRecord, used: Mapping[str, str]) -> list[Job]:
+        study.add(entry, record, used)
         if record.status != "failed":  # the next attempt of a failed run may continue from its checkpoint
-            shutil.rmtree(study.scratch(self.entry, self.seed), ignore_errors=True)
+            shutil.rmtree(study.scratch(entry, seed), ignore_errors=True)
         return []
 
-
-@dataclass(frozen=True)
-class TrialJob:
-    """One trial: a recipe with other values."""
-
-    entry: RecipeEntry
-    number: int
-    values: Mapping[str, float]
-    tuning: Tuning
-
-    @property
-    def name(self) -> str:
-        return f"{self.entry.name}, trial {self.number + 1}"
-
-    @property
-    def failure(self) -> RunRecord:
-        return RunRecord(self.entry.name, self.tuning.seed, "failed", settings=self.values)
-
-    def call(self, study: Study, *, shares_files: bool) -> Call:
-        return execute_trial, (study.plan, self.entry, self.tuning.seed, dict(self.values))
-
-    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
-        before = set(study.trials.ready(self.entry))
-        study.trials.add(self.entry, Trial(self.number, self.values, record), used)
-        study.trials.choose_if_complete(self.entry)
-        return _trials(study, self.entry, self.tuning, known=before)
-
-
-@dataclass(frozen=True)
-class TransferJob:
-    """Examples that mislead another baseline, whose seed is none of the study's."""
-
-    config: AttackConfig
-
-    @property
-    def name(self) -> str:
-        return "the baseline of the transfer attack"
-
-    @property
-    def failure(self) -> RunRecord:
-        return RunRecord(BASELINE, self.config.seed, "failed")
-
-    def call(self, study: Study, *, shares_files: bool) -> Call:
-        return execute_transfer, (study.plan, self.config)
-
-    def commit(self, study: Study, record: RunRecord, used: Mapping[str, str]) -> list[Job]:
-        # a failure is stored too, so that all runs of one study are attacked in the same way
-        study.keep_transferred(record.robustness)
-        return []
+    return Job(f"{entry.name}, seed {seed}", RunRecord(entry.name, seed, "failed"), call, commit)
 
 
 def trial_jobs(study: Study) -> list[Job]:
@@ -377,22 +320,40 @@ def _trials(study: Study, entry: RecipeEntry, tuning: Tuning, *, known: Set[int]
     """The trials of one recipe that can be made now, without the `known` ones."""
     done = study.trials.of(entry)
     return [
-        TrialJob(entry, number, propose(study.plan, entry, number, done), tuning)
+        _trial_job(study, entry, tuning, number, propose(study.plan, entry, number, done))
         for number in study.trials.ready(entry)
         if number not in known
     ]
 
 
+def _trial_job(study: Study, entry: RecipeEntry, tuning: Tuning, number: int, values: dict[str, float]) -> Job:
+    """One trial: a recipe with other values."""
+
+    def commit(record: RunRecord, used: Mapping[str, str]) -> list[Job]:
+        before = set(study.trials.ready(entry))
+        study.trials.add(entry, Trial(number, values, record), used)
+        study.trials.choose_if_complete(entry)
+        return _trials(study, entry, tuning, known=before)
+
+    arguments = (study.plan, entry, tuning.seed, values)
+    failure = RunRecord(entry.name, tuning.seed, "failed", settings=values)
+    return Job(f"{entry.name}, trial {number + 1}", failure, lambda _: (execute_trial, arguments), commit)
+
+
 def transfer_jobs(study: Study) -> list[Job]:
-    """The one computation before all attacks, if it is needed and not done yet."""
+    """The examples that mislead another baseline, whose seed is none of the study's, if they are needed and absent."""
     config = None if study.plan.scripted else study.plan.threat  # a script's other baseline would be a whole run
-    needed = config is not None and study.transferred() is None and study.missing()
-    return [TransferJob(config)] if config is not None and needed else []
+    if config is None or study.transferred() is not None or not study.missing():
+        return []
 
+    def commit(record: RunRecord, used: Mapping[str, str]) -> list[Job]:
+        # a failure is stored too, so that all runs of one study are attacked in the same way
+        study.keep_transferred(record.robustness)
+        return []
 
-def run_jobs(study: Study) -> list[Job]:
-    """The runs that the study lacks, in the plan's order."""
-    return [RunJob(entry, seed) for entry, seed in study.missing()]
+    failure, arguments = RunRecord(BASELINE, config.seed, "failed"), (study.plan, config)
+    name = "the baseline of the transfer attack"
+    return [Job(name, failure, lambda _: (execute_transfer, arguments), commit, counts=False)]
 
 
 # --- progress -------------------------------------------------------------------------------------------
@@ -456,28 +417,26 @@ class Lines(Watcher):
         self._total, self._done, self._said, self._before = total, done, done, done
         self._began = self._last = self._clock()
         if done < total:
-            self._say(f"{counted(total, 'run')}, {done} done before" if done else counted(total, "run"))
+            self.stage(f"{counted(total, 'run')}, {done} done before" if done else counted(total, "run"))
 
     def run_ended(self, record: RunRecord) -> None:
         self._done += 1
         if text := trouble(record):
-            self._say(text)
+            self.stage(text)
         now = self._clock()
         due = now - self._last >= 10 and (self._done - self._said) * 10 >= self._total
         if due or self._done == self._total:
             left = (now - self._began) / (self._done - self._before) * (self._total - self._done)
             self._last, self._said = now, self._done
-            self._say(f"{self._done} of {counted(self._total, 'run')}" + (f", about {left:.0f} s left" if left else ""))
+            self.stage(
+                f"{self._done} of {counted(self._total, 'run')}" + (f", about {left:.0f} s left" if left else "")
+            )
 
     def stage(self, text: str) -> None:
-        self._say(text)
-
-    def said(self, text: str) -> None:
-        self._say(text)
-
-    def _say(self, text: str) -> None:
         self._stream.write(text + "\n")
         self._stream.flush()
+
+    said = stage
 
 
 _BAR = 44  # columns of the bar, the counts and the time left

@@ -217,24 +217,20 @@ class Run:
         die_with_parent()  # a process that receives the run is part of it
 
 
-def curve_of(folder: Path) -> dict[str, list[float | None]]:
+Logged = dict[int, dict[str, float | None]]  # values by name, by step
+
+
+def curve_of(steps: Logged) -> dict[str, list[float | None]]:
     """The logged steps, and one value per step for each name; every n-th step of more than 1,000."""
-    steps = _logged(folder)
     names = dict.fromkeys(name for values in steps.values() for name in values)
     kept = sorted(steps)[:: max(1, math.ceil(len(steps) / _LONGEST))]
     curve: dict[str, list[float | None]] = {name: [steps[step].get(name) for step in kept] for name in names}
     return {"step": [float(step) for step in kept], **curve} if kept else {}
 
 
-def metrics_of(folder: Path) -> dict[str, float | None]:
-    """The value of each name in the last step that has one."""
-    steps = _logged(folder)
-    return {name: value for step in sorted(steps) for name, value in steps[step].items()}
-
-
-def _logged(folder: Path) -> dict[int, dict[str, float | None]]:
-    """The values by step."""
-    steps: dict[int, dict[str, float | None]] = {}
+def logged(folder: Path) -> Logged:
+    """What a run has logged."""
+    steps: Logged = {}
     path = folder / _LOG
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):  # an incomplete line: the process was killed while writing it
@@ -294,8 +290,8 @@ def _run_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path) ->
             f"{plan.task} must give the score of its run", "None", "Return a number, or call run.report(score)."
         )
     found = json.loads(outcome.read_text(encoding="utf-8"))
-    text = plan_file.read_text(encoding="utf-8")
-    record = RunRecord(entry.name, seed, "finished", found["score"], plan=text, curve=curve_of(folder))
+    text, steps = plan_file.read_text(encoding="utf-8"), logged(folder)
+    record = RunRecord(entry.name, seed, "finished", found["score"], plan=text, curve=curve_of(steps))
     if record.score is None:
         return replace(record, status="diverged", error="the score is not finite")
     if plan.threat is not None and not attack.exists():
@@ -303,9 +299,8 @@ def _run_script(plan: StudyPlan, entry: RecipeEntry, seed: int, folder: Path) ->
             "--robust attacks the model that the script hands over", "no call of run.hand_over", "Call it once."
         )
     robustness = json.loads(attack.read_text(encoding="utf-8")) if plan.threat is not None else {}
-    return replace(
-        record, geometry=found["geometry"], costs=found["costs"], metrics=metrics_of(folder), robustness=robustness
-    )
+    last = {name: value for step in sorted(steps) for name, value in steps[step].items()}
+    return replace(record, geometry=found["geometry"], costs=found["costs"], metrics=last, robustness=robustness)
 
 
 class _Probed(BaseException):

@@ -16,16 +16,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import Json, TypeAdapter, ValidationError
+from pydantic import Json, ValidationError
 
 from gonio.errors import StudyError, StudyLockedError
 from gonio.escaping import plain, write_text
 from gonio.lab.judging.results import CostRow, RecipeTuning, Results, summarise
-from gonio.lab.plan import RecipeEntry, StudyPlan, extended
+from gonio.lab.plan import RecipeEntry, StudyPlan, adapter, extended
 from gonio.lab.record import RunRecord
 from gonio.lab.running.tuning import Trial, best, defaults_of, ready
 from gonio.messages import say
@@ -46,6 +45,15 @@ _COLUMNS = {
     "choices": "hash TEXT NOT NULL PRIMARY KEY, vals TEXT NOT NULL, checksum TEXT",
     "artifacts": "name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL, checksum TEXT",
     "looks": "runs INTEGER PRIMARY KEY, checksum TEXT",
+}
+# What the columns contain. Checksums and hashes need no key: anyone can write a study.
+_CONTENTS: Mapping[str, Any] = {
+    "runs": tuple[str, int, str, Json[RunRecord], float | None, Json[dict[str, str]]],
+    "costs": tuple[str, str, int, float],
+    "trials": tuple[str, int, Json[dict[str, float]], str, Json[RunRecord], float | None, Json[dict[str, str]]],
+    "choices": tuple[str, Json[dict[str, float]]],
+    "artifacts": tuple[str, Json[dict[str, Any]]],
+    "looks": tuple[int],
 }
 
 
@@ -305,27 +313,7 @@ def _columns(record: RunRecord, versions: Mapping[str, str]) -> tuple[str, str, 
 
 
 def _record(text: str, seconds: float | None) -> RunRecord:
-    return replace(_types().record.validate_json(text), seconds=seconds)
-
-
-class _Types(NamedTuple):
-    record: TypeAdapter[RunRecord]
-    rows: Mapping[str, TypeAdapter[Any]]  # by table: what its columns contain
-
-
-@cache
-def _types() -> _Types:
-    """What a study must contain. Its checksums and hashes need no key: anyone can write a study."""
-    versions = Json[dict[str, str]]
-    rows: dict[str, Any] = {
-        "runs": tuple[str, int, str, Json[RunRecord], float | None, versions],
-        "costs": tuple[str, str, int, float],
-        "trials": tuple[str, int, Json[dict[str, float]], str, Json[RunRecord], float | None, versions],
-        "choices": tuple[str, Json[dict[str, float]]],
-        "artifacts": tuple[str, Json[dict[str, Any]]],
-        "looks": tuple[int],
-    }
-    return _Types(TypeAdapter(RunRecord), {table: TypeAdapter(kind) for table, kind in rows.items()})
+    return replace(adapter(RunRecord).validate_json(text), seconds=seconds)
 
 
 # --- the database -----------------------------------------------------------------------------------------
@@ -488,7 +476,7 @@ def _rows(folder: Path, table: str) -> tuple[list[tuple[Any, ...]], list[tuple[A
 def _readable(table: str, row: Sequence[Any]) -> bool:
     """Whether the values of a row have their types, and its record is of the seed and status that the row states."""
     try:
-        found = _types().rows[table].validate_python(row)
+        found = adapter(_CONTENTS[table]).validate_python(row)
     except ValidationError:
         return False
     if table == "runs":

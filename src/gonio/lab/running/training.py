@@ -399,7 +399,7 @@ def execute_run(
     record = RunRecord(entry.name, seed, "failed", settings=settings or {})
 
     def run() -> RunRecord:
-        tuned, changed = settled(plan, entry, settings) if settings else (plan, entry)
+        tuned, changed = settled(plan, entry, record.settings)
         if plan.measure is not None and spec_of(plan.measure).start:
             return _measured(tuned, changed, *_untrained(tuned, changed, record))
         model, task, done, ended = _trained(tuned, changed, record)
@@ -407,7 +407,7 @@ def execute_run(
         if plan.threat is not None and judged.status == "finished":
             moved = from_text(transferred) if transferred else None
             judged = replace(judged, robustness=robustness(model, task, plan.threat, moved))
-        return judged if plan.measure is None else _measured(tuned, changed, model, task, judged)
+        return _measured(tuned, changed, model, task, judged)
 
     return guarded(record, run)
 
@@ -494,7 +494,7 @@ def _untrained(plan: StudyPlan, entry: RecipeEntry, record: RunRecord) -> tuple[
 
 
 def _measured(plan: StudyPlan, entry: RecipeEntry, model: nn.Module, task: Task, record: RunRecord) -> RunRecord:
-    """The record with the number of the plan's measure, taken on the CPU, as its score."""
+    """The record with the number of the plan's measure, taken on the CPU, as its score, if the plan has a measure."""
     if plan.measure is None or record.status != "finished":
         return record
     measure = replace(plan.measure, options={**plan.measure.options, **entry.setting.get("measure", {})})

@@ -19,9 +19,8 @@ from gonio.escaping import csv_table, markdown_cell, plain, redact, tex_cell
 from gonio.lab.claims import SCOPES, SEEDS, ClaimResult, ClaimResults, as_data, recorded
 from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import signed, sized
-from gonio.lab.plan import Measure
 from gonio.lab.record import ANGLE_EDGES
-from gonio.lab.running.measures import spec_of
+from gonio.lab.running.measures import measures
 from gonio.lab.showing.page import environment
 from gonio.lab.showing.tables import TONES, p_value
 from gonio.messages import Message, counted, fixed, joined, local, say, tag
@@ -222,7 +221,7 @@ def contrast_text(contrast: Mapping[str, float]) -> str:
 
 def claimed_text(claim: Claim) -> str:
     """What would confirm the claim, in one sentence."""
-    unit, setting = spec_of(Measure(claim.measure)).unit, claim.full or claim.quick
+    unit, setting = measures()[claim.measure].unit, claim.full or claim.quick
     alone = setting is not None and not math.isclose(sum(setting.decisive.values()), 0.0, abs_tol=1e-9)
     least = sized(f"{claim.sesoi:.3g}", unit if alone else unit_of_difference(unit))
     if claim.direction == "same":

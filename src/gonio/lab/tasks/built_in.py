@@ -18,9 +18,17 @@ from torch.nn import functional as F
 
 from gonio.errors import InvalidArgumentError, UnknownNameError, import_extra, with_article
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.images import cifar10, fashion_mnist, fashion_mnist_full, image_folder, torchvision_dataset
+from gonio.lab.tasks.images import (
+    cifar10,
+    fashion_mnist,
+    fashion_mnist_full,
+    image_folder,
+    moved,
+    stratified,
+    torchvision_dataset,
+)
 from gonio.lab.tasks.metric import Metric
-from gonio.lab.tasks.task import Split, Task, moved, seeded, stratified
+from gonio.lab.tasks.task import Split, Task, seeded
 from gonio.models.by_name import is_user_code, load_function
 from gonio.seeding import generator
 
@@ -349,25 +357,34 @@ def bytes_() -> Task:
         True
     """
     texts = _texts(Path(sysconfig.get_paths()["stdlib"]))
-    train, validation, test = (_windows(texts[name], count) for name, count in _WINDOWS.items())
+    splits = [_windows(texts[name], count) for name, count in _WINDOWS.items()]
+    training = TrainingConfig(epochs=4, batch_size=16, lr=3e-3, optimizer="adamw", weight_decay=0.01)
+    notes = (
+        "The text is the source of the standard library of the Python that runs: another Python version has "
+        "another text, another digest of the data, and other scores.",
+        "The splits are by file, and a file's split and order follow from the hash of its name.",
+        _TUNED,
+    )
+    return _next_byte("bytes", splits, training, notes)
+
+
+def _next_byte(name: str, splits: Sequence[Sequence[bytes]], training: TrainingConfig, notes: tuple[str, ...]) -> Task:
+    """The task of the byte that follows in windows, which are one byte longer than its inputs."""
+    ids = (torch.tensor([list(window) for window in windows]) for windows in splits)
+    train, validation, test = (Split(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids)
     return Task(
-        name="bytes",
+        name=name,
         train=train,
         validation=validation,
         test=test,
         model="byte-transformer",
         sizes={"num_classes": 256},
-        training=TrainingConfig(epochs=4, batch_size=16, lr=3e-3, optimizer="adamw", weight_decay=0.01),
+        training=training,
         sesoi=0.02,
         metric=BITS_PER_BYTE,
         loss=next_byte_loss,
         recipes=("orthogonal-init", "decoupled-tanh-linear", "self-orthogonality-linear", "scale-shift"),
-        notes=(
-            "The text is the source of the standard library of the Python that runs: another Python version has "
-            "another text, another digest of the data, and other scores.",
-            "The splits are by file, and a file's split and order follow from the hash of its name.",
-            _TUNED,
-        ),
+        notes=notes,
     )
 
 
@@ -400,21 +417,9 @@ def text(path: str) -> Task:
     if min(map(len, splits)) < 2:
         needs = f"the task 'text:{path}' needs two windows of {_CONTEXT} bytes in 5 % of the file"
         raise InvalidArgumentError(needs, f"{len(raw)} bytes", "Use a longer text.")
-    train, validation, test = (_split_of(pieces) for pieces in splits)
-    return Task(
-        name=f"text:{file.name}",
-        train=train,
-        validation=validation,
-        test=test,
-        model="byte-transformer",
-        sizes={"num_classes": 256},
-        training=TrainingConfig(epochs=8, batch_size=16, lr=2e-3, optimizer="adamw", weight_decay=0.01, warm_up=0.5),
-        sesoi=0.02,
-        metric=BITS_PER_BYTE,
-        loss=next_byte_loss,
-        recipes=("orthogonal-init", "decoupled-tanh-linear", "self-orthogonality-linear", "scale-shift"),
-        notes=(f"{len(train):,} windows of {_CONTEXT} bytes train.",),
-    )  # fmt: skip
+    training = TrainingConfig(epochs=8, batch_size=16, lr=2e-3, optimizer="adamw", weight_decay=0.01, warm_up=0.5)
+    notes = (f"{len(splits[0]):,} windows of {_CONTEXT} bytes train.",)
+    return _next_byte(f"text:{file.name}", splits, training, notes)
 
 
 def _pieces(raw: bytes) -> list[bytes]:
@@ -439,7 +444,7 @@ def _number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def _windows(texts: list[bytes], count: int) -> Split:
+def _windows(texts: list[bytes], count: int) -> list[bytes]:
     """The first windows of each file in turn, each with the byte that follows."""
     pieces: list[bytes] = []
     for text in texts:
@@ -450,10 +455,4 @@ def _windows(texts: list[bytes], count: int) -> Split:
             f"{len(pieces)}",
             "Use a Python whose standard library is installed as source files.",
         )
-    return _split_of(pieces[:count])
-
-
-def _split_of(pieces: Sequence[bytes]) -> Split:
-    """Inputs and targets of windows that are one byte longer."""
-    ids = torch.tensor([list(piece) for piece in pieces])
-    return Split(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    return pieces[:count]

@@ -27,7 +27,7 @@ from gonio.errors import (
     with_article,
 )
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.task import Examples, ItemSet, Split, Task, moved, stratified
+from gonio.lab.tasks.task import Examples, ItemSet, Split, Task
 from gonio.seeding import generator
 from gonio.surgery.configured import unusable
 
@@ -151,6 +151,21 @@ def _three(found: Sequence[Examples]) -> list[Examples]:
     if isinstance(first, ItemSet):
         return [*(ItemSet(first.dataset.subset(index)) for index in indices), *rest]  # type: ignore[attr-defined]
     return [*(Split(*first.take(index)) for index in indices), *rest]  # type: ignore[arg-type]
+
+
+def stratified(labels: Tensor, name: str, cuts: Callable[[int], Sequence[int]]) -> list[Tensor]:
+    """Indices of the parts into which every class is cut, always the same ones.
+
+    Args:
+        name: of the stream of random numbers that puts each class in order.
+        cuts: where a class of so many examples is cut.
+    """
+    classes: list[tuple[Tensor, ...]] = []
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        members = members[torch.randperm(len(members), generator=generator(0, name, int(label)))]
+        classes.append(members.tensor_split(tuple(cuts(len(members)))))
+    return [torch.cat(parts) for parts in zip(*classes, strict=True)]
 
 
 # --- files of images --------------------------------------------------------------------------------
@@ -450,6 +465,21 @@ def flipped_and_cropped(images: Tensor, generator: torch.Generator) -> Tensor:
     """
     mirrored = (torch.rand(len(images), generator=generator) < 0.5).to(images.device)
     return moved(torch.where(mirrored[:, None, None, None], images.flip(3), images), 4, generator)
+
+
+def moved(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """Each image moved by at most so many pixels in both directions, over zeros; drawn on the CPU.
+
+    Shape:
+        - ``images``: (N, C, H, W), on any device; output: the same.
+    """
+    count, _, height, width = images.shape
+    down, right = torch.randint(0, 2 * most + 1, (2, count), generator=generator).to(images.device)
+    padded = F.pad(images, (most, most, most, most))
+    rows = down[:, None] + torch.arange(height, device=images.device)
+    columns = right[:, None] + torch.arange(width, device=images.device)
+    which = torch.arange(count, device=images.device)[:, None, None]
+    return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
 
 
 # --- files ------------------------------------------------------------------------------------------

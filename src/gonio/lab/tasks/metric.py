@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.lab.tasks.fields import is_finite
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:
@@ -82,6 +83,11 @@ class Metric:
         except (TypeError, ValueError, RuntimeError) as error:
             needs = f"the metric {self.name!r} must return one number"
             raise InvalidArgumentError(needs, " ".join(f"{found!r}".split())[:80], "Correct its function.") from error
+
+
+def is_finite(value: object) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 ACCURACY = Metric("accuracy", accuracy, "max", "%", 0.0)

@@ -9,11 +9,13 @@ loading processes changes nothing.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,9 +25,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from gonio.errors import InvalidArgumentError, first_line, with_article
+from gonio.escaping import shorten
 from gonio.lab.plan import AttackConfig, TrainingConfig
-from gonio.lab.tasks.fields import check_fields
-from gonio.lab.tasks.metric import ACCURACY, Metric
+from gonio.lab.tasks.metric import ACCURACY, Metric, is_finite
 from gonio.seeding import derive_seed, generator, state_kept
 from gonio.system import loader_context
 
@@ -352,33 +354,9 @@ def _unpaired(found: str, do: str) -> InvalidArgumentError:
     return InvalidArgumentError(needs, found, do)
 
 
-def paired(examples: Examples, size: int, *, augment: Augment | None = None, workers: int = 0) -> bool:
-    """Whether two readings of the first batch with one seed are equal, as a paired comparison needs it."""
-    first, again = (
-        next(examples.shuffled(size, seed=0, epoch=0, smallest=1, augment=augment, workers=workers)) for _ in range(2)
-    )
-    both = zip(first, again, strict=True)
-    return all(a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in both)
-
-
 def shuffled_order(count: int, seed: int, epoch: int) -> Tensor:
     """The order of the examples in an epoch."""
     return torch.randperm(count, generator=generator(seed, "order", epoch))
-
-
-def stratified(labels: Tensor, name: str, cuts: Callable[[int], Sequence[int]]) -> list[Tensor]:
-    """Indices of the parts into which every class is cut, always the same ones.
-
-    Args:
-        name: of the stream of random numbers that puts each class in order.
-        cuts: where a class of so many examples is cut.
-    """
-    classes: list[tuple[Tensor, ...]] = []
-    for label in labels.unique():
-        members = (labels == label).nonzero().flatten()
-        members = members[torch.randperm(len(members), generator=generator(0, name, int(label)))]
-        classes.append(members.tensor_split(tuple(cuts(len(members)))))
-    return [torch.cat(parts) for parts in zip(*classes, strict=True)]
 
 
 def seed_everything(seed: int) -> None:
@@ -448,21 +426,6 @@ def _bytes(x: Tensor) -> bytes:
     return hashlib.sha256(x.contiguous().numpy().tobytes()).digest()
 
 
-def moved(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """Each image moved by at most so many pixels in both directions, over zeros; drawn on the CPU.
-
-    Shape:
-        - ``images``: (N, C, H, W), on any device; output: the same.
-    """
-    count, _, height, width = images.shape
-    down, right = torch.randint(0, 2 * most + 1, (2, count), generator=generator).to(images.device)
-    padded = F.pad(images, (most, most, most, most))
-    rows = down[:, None] + torch.arange(height, device=images.device)
-    columns = right[:, None] + torch.arange(width, device=images.device)
-    which = torch.arange(count, device=images.device)[:, None, None]
-    return padded.movedim(1, -1)[which, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
-
-
 # --- what a task is -------------------------------------------------------------------------------------
 
 
@@ -520,7 +483,7 @@ class Task:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        _check_fields(self)
         object.__setattr__(self, "sesoi", float(self.sesoi))  # a number of NumPy cannot be stored in a plan
         self._check_metrics()
         for name, source in self.splits.items():
@@ -587,3 +550,40 @@ class Task:
                 sha.update(f"{name} {description}".encode())
                 sha.update(content)
         return sha.hexdigest()
+
+
+def _check_fields(task: Task) -> None:
+    """Refuse values of another kind, which would fail later in words of Python, or pass as something else."""
+    words = (tuple, list)
+    kinds: dict[str, tuple[str, bool]] = {
+        "name": ("text", isinstance(task.name, str)),
+        "model": ("the name of a model, such as 'file.py:function'", isinstance(task.model, str)),
+        "sizes": ("a mapping of num_classes and in_channels to whole numbers", _sizes(task.sizes)),
+        "training": ("a gonio.lab.TrainingConfig", isinstance(task.training, TrainingConfig)),
+        "sesoi": ("a positive number", is_finite(task.sesoi) and task.sesoi > 0),
+        "loss": ("a function of outputs and targets", callable(task.loss)),
+        "metrics": ("a tuple of metrics", isinstance(task.metrics, words)),
+        "notes": ("a tuple of sentences", isinstance(task.notes, words) and _texts(task.notes)),
+        "recipes": ("a tuple of names of recipes", isinstance(task.recipes, words) and _texts(task.recipes)),
+        "workers": ("0 or a positive whole number", type(task.workers) is int and task.workers >= 0),
+        "threat": ("a gonio.lab.AttackConfig", task.threat is None or isinstance(task.threat, AttackConfig)),
+    }
+    for name, (what, holds) in kinds.items():
+        if not holds:
+            found = shorten(repr(getattr(task, name)), longest=80)
+            raise InvalidArgumentError(f"Task({name}=) is {what}", found, "Correct it.")
+    for values, least in zip(task.standardize or (), (-math.inf, 0.0), strict=False):
+        if not all(least < value < math.inf for value in np.ravel(values)):
+            needs = "Task(standardize=) is the mean of each channel and its standard deviation, which is above 0"
+            raise InvalidArgumentError(needs, f"{task.standardize!r:.80}", "Leave out constant channels.")
+
+
+def _texts(values: Sequence[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _sizes(values: object) -> bool:
+    known = ("num_classes", "in_channels")
+    return isinstance(values, Mapping) and all(
+        key in known and isinstance(value, Integral) for key, value in values.items()
+    )

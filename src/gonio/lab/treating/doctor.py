@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,14 +14,13 @@ from torch import nn
 from gonio.editing.edit import Edited
 from gonio.editing.twin import copy_of, left_alone
 from gonio.editing.where import modules_at
-from gonio.errors import GonioError, InvalidArgumentError
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError
 from gonio.lab.judging.results import Results
 from gonio.lab.tasks import resolve
 from gonio.lab.tasks.task import Task
-from gonio.lab.treating.change import best_scale
 from gonio.lab.treating.inputs import Inputs, check_takes
 from gonio.lab.treating.proof import held_out, not_finite, same_function, scores, study_of
-from gonio.lab.treating.retrain import retrain_
+from gonio.lab.treating.retrain import first_batches, is_in, mean_loss, retrain_
 from gonio.lab.treating.suspects import calibrated_layers, statistics_of, suspects
 from gonio.lab.treating.treatment import Treatment, TreatmentStep
 from gonio.measuring import Finding, Measurements, measure
@@ -42,6 +41,7 @@ from gonio.surgery import (
 
 _MEASURED = 64  # batches that tell the scale of a layer
 _RETRAINED = 4  # layers at most
+_FACTORS = tuple(2.0**-octave for octave in range(11))  # of a change that is made smaller
 _NOTES = 3  # of a verb, that a reason quotes
 # What the model still knows comes first, then guesses; then new training of layers that findings name, as long as the
 # statistics behind them are the old ones, and of others after new statistics. Verbs that keep the function come last,
@@ -235,7 +235,7 @@ class _Case:
             self._scores = scores(self.model, self.inputs.task)
         try:
             if remedy.verb == "shrink_change_":
-                options = _scaled(self.model, self.inputs, options)
+                options = best_scale(self.model, self.inputs.base, _task_of(self.inputs), options.get("where", []))
                 step = replace(step, options=options)
             edit = _VERBS[remedy.verb](self.model, self.inputs, options)
         except GonioError as error:
@@ -292,16 +292,16 @@ class _Case:
         return replace(made, edits=tuple(self.edits), notes=self.notes)
 
 
-def _why_not(remedy: Remedy, finding: Finding, model: nn.Module | None) -> str:
+def _why_not(remedy: Remedy, finding: Finding, model: nn.Module) -> str:
     """Why a remedy is not for this finding; empty if it is."""
     if remedy.of == "buffers":
         return "" if finding.path in statistics_of(model) else remedy.cannot
     path, _, name = finding.path.rpartition(".")
-    owner = None if model is None else modules_at(model).get(path)
+    owner = modules_at(model).get(path)
     return remedy.cannot if owner is not None and name in dict(owner.named_buffers(recurse=False)) else ""
 
 
-def _untreated(found: Measurements, model: nn.Module | None) -> tuple[tuple[Finding, str], ...]:
+def _untreated(found: Measurements, model: nn.Module) -> tuple[tuple[Finding, str], ...]:
     """The findings that have no treatment, with the reason."""
     left: list[tuple[Finding, str]] = []
     for finding in found.findings:
@@ -347,21 +347,42 @@ def _scopes(remedy: Remedy, treats: list[Finding], found: Measurements, model: n
 def _where(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call, with the paths as a selector."""
     paths = options.get("where")
-    return dict(options) | ({"where": lambda path, _: path in paths} if paths else {})
+    return {**options, "where": is_in(paths)} if paths else dict(options)
 
 
-def _scaled(model: nn.Module, inputs: Inputs, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `shrink_change_` with the factor that the training data tell."""
-    if inputs.task is None:
-        raise InvalidArgumentError("shrink_change_ chooses its factor by a task", "a batch", "Pass a task.")
-    return best_scale(model, inputs.base, inputs.task, options.get("where", []))
+def _task_of(inputs: Inputs) -> Task:
+    """The task, which there is: a remedy that reads it is not tried without one."""
+    return cast(Task, inputs.task)
 
 
-def _retrained(model: nn.Module, inputs: Inputs, options: dict[str, Any]) -> Edited:
-    if inputs.task is None:
-        do = "Pass a task."
-        raise InvalidArgumentError("retrain_ trains on the training data of a task", "a batch", do)
-    return retrain_(model, inputs.task, **_where(options))
+def best_scale(model: nn.Module, base: Any, task: Task, paths: list[str]) -> dict[str, Any]:
+    """The options of :func:`gonio.shrink_change_` with the lowest loss on the training data, up to 4096 examples.
+
+    The factors are 1, 1/2, … 1/1024, for all layers and for those of `paths` alone; validation and test data are not
+    used. The model is as it was afterwards.
+
+    Raises: NotApplicableError if no factor below 1 has a lower loss than 1.
+    """
+    scopes: list[dict[str, Any]] = [{}, {"where": paths}] if paths else [{}]
+    tried = [{**scope, "factor": factor} for scope in scopes for factor in _FACTORS]
+    best = min(tried, key=lambda options: _loss(model, base, task, options))
+    if best["factor"] == 1:
+        why = "no smaller change has a lower loss on the training data"
+        raise NotApplicableError(
+            "shrink_change_", paths[0] if paths else "the model", why, "Leave it.", action="change"
+        )
+    return best
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, base: Any, task: Task, options: Mapping[str, Any]) -> float:
+    """The mean loss on the training data with the smaller change, which is undone."""
+    edited, training = shrink_change_(model, base, **_where(options)), model.training
+    try:
+        return mean_loss(model.eval(), task, first_batches(task))
+    finally:
+        model.train(training)
+        edited.undo_()
 
 
 _CAN_ACT = {"even_out_": even_out.can_act, "match_statistics_": recycle.can_act, "recycle_": recycle.can_act}
@@ -373,7 +394,7 @@ _VERBS: dict[str, Callable[[nn.Module, Inputs, dict[str, Any]], Edited]] = {
         model, islice(inputs.training(), _MEASURED), **_where(options)
     ),
     "recycle_": lambda model, inputs, options: recycle_(model, example=inputs.example, **_where(options)),
-    "retrain_": _retrained,
+    "retrain_": lambda model, inputs, options: retrain_(model, _task_of(inputs), **_where(options)),
     "shrink_change_": lambda model, inputs, options: shrink_change_(model, inputs.base, **_where(options)),
     "shrink_intruders_": lambda model, inputs, options: shrink_intruders_(model, inputs.base, **_where(options)),
 }

@@ -54,11 +54,6 @@ class Inputs:
         """Whether the given input is of random numbers."""
         return isinstance(self.given, RandomInput)
 
-    @property
-    def has_data(self) -> bool:
-        """Whether there are inputs whose values are those of data."""
-        return self.task is not None or (self.given is not None and not self.random)
-
     def measured(self, model: nn.Module) -> Measurements:
         """The model, and what has changed since its base."""
         found = measure(model, batch=self.example)
@@ -103,7 +98,7 @@ class Inputs:
     def training(self) -> Iterator[Any]:
         """Training inputs as the model gets them: the task's, otherwise the batch if it is of data."""
         if self.task is None:
-            yield from (self.batch,) if self.has_data else ()
+            yield from () if self.given is None or self.random else (self.batch,)
             return
         for inputs, _ in self.task.train.in_order(_BATCH):
             yield self.task.outputs(lambda x: x, inputs)

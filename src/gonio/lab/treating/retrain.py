@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,14 +155,15 @@ def _drawn(model: nn.Module, paths: list[str], task: Task, seed: int) -> nn.Modu
                 if module._parameters.get(name) is not None:
                     module.get_parameter(name).fill_(value)
     if filters:
-        init_(twin, init.he_, where=_is_in(filters), seed=seed)
-        inputs = (task.outputs(lambda x: x, x) for x, _ in islice(task.train.in_order(_BATCH), _MEASURED))
+        init_(twin, init.he_, where=is_in(filters), seed=seed)
+        inputs = (task.outputs(lambda x: x, x) for x, _ in first_batches(task))
         with suppress(GonioError):  # no batch norm is behind them: the law's scale stays
-            match_statistics_(twin, inputs, where=_is_in(filters))
+            match_statistics_(twin, inputs, where=is_in(filters))
     return twin
 
 
-def _is_in(paths: list[str]) -> Any:
+def is_in(paths: Collection[str]) -> Where:
+    """A selector of these layers."""
     return lambda path, _: path in paths
 
 
@@ -198,8 +198,13 @@ def _trained(model: nn.Module, paths: list[str], task: Task, training: TrainingC
 
 def _score(model: nn.Module, task: Task) -> float | None:
     """The metric on the first training examples; None if an output is not finite."""
-    inputs, targets = zip(*islice(task.train.in_order(_BATCH), _MEASURED), strict=True)
+    inputs, targets = zip(*first_batches(task), strict=True)
     return evaluate(copy_of(model), task, Split(torch.cat(inputs), torch.cat(targets)))
+
+
+def first_batches(task: Task) -> Iterator[Batch]:
+    """Up to 4096 training examples."""
+    return islice(task.train.in_order(_BATCH), _MEASURED)
 
 
 @torch.no_grad()

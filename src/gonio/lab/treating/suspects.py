@@ -95,9 +95,9 @@ def _without_statistics(modules: Mapping[str, nn.Module]) -> list[str]:
     return [path for path, module in norms.items() if id(module) in fresh]
 
 
-def statistics_of(model: nn.Module | None) -> set[str]:
+def statistics_of(model: nn.Module) -> set[str]:
     """The paths of the running statistics that `calibrate_` measures."""
-    layers = [] if model is None else [path for path, m in modules_at(model).items() if can_act(m) is None]
+    layers = [path for path, m in modules_at(model).items() if can_act(m) is None]
     return {f"{path}.{name}".removeprefix(".") for path in layers for name in ("running_mean", "running_var")}
 
 

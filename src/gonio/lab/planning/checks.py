@@ -1,4 +1,4 @@
-"""The first steps of a run on a few examples: what would fail or falsify every run is found before the first one.
+"""What would fail or falsify every run, found before the first one: in the data, and in the first steps of a run.
 
 The model is built twice from one seed and once from another, and the first two are trained for two steps. Runs of one
 seed can be compared only if all of that is the same twice.
@@ -7,17 +7,20 @@ seed can be compared only if all of that is the same twice.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import Subset
 
 from gonio.errors import GonioError, InvalidArgumentError, first_line, with_article
 from gonio.execution import leaves_of, one_thread
 from gonio.lab.plan import TrainingConfig
 from gonio.lab.running.training import TrainingStep, batches
-from gonio.lab.tasks.task import Batch, Task, kept_generators, seed_everything
+from gonio.lab.tasks.task import Augment, Batch, Examples, ItemSet, Split, Task, kept_generators, seed_everything
 from gonio.models.by_name import ModelFactory
 from gonio.seeding import derive_seed
 
@@ -129,3 +132,60 @@ def _untrainable(batch: Batch, error: Exception) -> InvalidArgumentError:
     return InvalidArgumentError(
         needs, first_line(error, kind=True).rstrip("."), "Correct the model, the loss or the training."
     )
+
+
+# --- the data --------------------------------------------------------------------------------------------
+
+
+def paired(examples: Examples, size: int, *, augment: Augment | None = None, workers: int = 0) -> bool:
+    """Whether two readings of the first batch with one seed are equal, as a paired comparison needs it."""
+    first, again = (
+        next(examples.shuffled(size, seed=0, epoch=0, smallest=1, augment=augment, workers=workers)) for _ in range(2)
+    )
+    both = zip(first, again, strict=True)
+    return all(a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in both)
+
+
+def notes_on_data(task: Task) -> list[str]:
+    """A note for each split with numbers that are not finite, and for each two splits with equal examples.
+
+    Tensors in memory are equal if all their numbers are; items of data sets, if they are the same items of one object.
+    """
+    splits = {name: split for name, split in task.splits.items() if isinstance(split, (Split, ItemSet))}
+    notes = []
+    for name, split in splits.items():
+        if isinstance(split, Split) and (count := int(_not_finite(split.inputs, split.targets).sum())):
+            notes.append(f"{count:,} of the {len(split):,} examples of the {name} split contain NaN or infinity.")
+    keys = {name: _keys(split) for name, split in splits.items()}
+    for (first, held), (second, others) in itertools.combinations(keys.items(), 2):
+        known = set(held)
+        if count := sum(key in known for key in others):
+            notes.append(
+                f"{count:,} of the {len(others):,} examples of the {second} split are examples of the {first} split "
+                "too, so its scores are partly those of examples that are known."
+            )
+    return notes
+
+
+def _not_finite(*tensors: Tensor) -> Tensor:
+    """Whether each example has a number that is not finite."""
+    return torch.stack([~torch.isfinite(_rows(x)).all(1) for x in tensors]).any(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.unsqueeze(1).flatten(1).contiguous()
+
+
+def _keys(split: Examples) -> list[Hashable]:
+    """What equal examples have in common."""
+    if isinstance(split, ItemSet):
+        return _origins(split.dataset)
+    return [hash(row.tobytes()) for row in _rows(split.inputs).view(torch.uint8).numpy()]
+
+
+def _origins(dataset: Any) -> list[Hashable]:
+    """The object and the index of each item, through subsets of subsets."""
+    if type(dataset) is not Subset:
+        return [(id(dataset), index) for index in range(len(dataset))]
+    below = _origins(dataset.dataset)
+    return [below[int(index)] for index in dataset.indices]
