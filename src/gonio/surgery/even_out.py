@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -177,19 +176,19 @@ def _even_norm(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
     elif _far(middle, usual):
         values, middle, factor = values * (usual / middle), usual, usual / middle
         said.append(say("gains times {factor:.3g}", factor=factor))
-    said += _single(edit, gain, values, lambda x: x.abs() <= FACTOR * middle, "gain")
+    said += _single(edit, gain, values, FACTOR * middle, "gain")
     if shift is not None:
         values, common = shift.detach().double(), _median(shift.detach().double())
         if abs(common) > FACTOR * middle:
             values = values - common
             said.append(say("{common:.3g} subtracted from the shifts", common=common))
-        said += _single(edit, shift, values, lambda x: x.abs() <= FACTOR * middle, "shift")
+        said += _single(edit, shift, values, FACTOR * middle, "shift")
     return said
 
 
-def _single(edit: Edit, parameter: Tensor, values: Tensor, usual: Callable[[Tensor], Any], name: str) -> list[str]:
-    """Store the values of a vector, with the median for entries that are not usual; what was done."""
-    alone = ~(torch.isfinite(values) & usual(values))
+def _single(edit: Edit, parameter: Tensor, values: Tensor, most: float, name: str) -> list[str]:
+    """Store the values of a vector, with the median for entries that are larger or not finite; what was done."""
+    alone = ~(torch.isfinite(values) & (values.abs() <= most))
     new = torch.where(alone, _median(values[~alone]), values)
     if not torch.equal(new.to(parameter), parameter):
         edit.set_data_(parameter, new.to(parameter))
