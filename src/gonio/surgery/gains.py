@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.twin import evaluating
-from gonio.editing.where import sites
+from gonio.editing.where import modules_at
 from gonio.errors import first_line, listing
 from gonio.execution import derivatives
 from gonio.geometry.views import why_not_dense
@@ -138,7 +138,7 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Confirm
     run = record(model, example)
     with evaluating(model) as plain:
         parameters = dict(plain.named_parameters())
-    modules = {site.path: site.module for site in sites(model)}
+    modules = modules_at(model)
     found: dict[str, list[Normed]] = {}
     stay: dict[str, str] = {}
     for call in run.gained:

@@ -80,7 +80,7 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
     found = {site.path: site for site in select(model, where, verb="match_statistics_", can_act=can_act)}
     refuse_shards(model, "match_statistics_")
     refuse_meta(model, "match_statistics_")
-    norms = {site.path: site.module for site in sites(model)}
+    norms = modules_at(model)
     with fitting(model, kept[0], say("a batch of {verb}", verb="match_statistics_")):
         norms_of = _norms_behind(model, kept[0])
     shared = _sharing(model)
