@@ -254,7 +254,10 @@ class WeightTerm(Term):
     def keep(self, evaluation: Evaluation) -> Evaluation:
         """Start the next step from this one's state; the evaluation, as one number also over several processes."""
         self._state = evaluation.state
-        return _gathered(evaluation)
+        if type(evaluation.value) is Tensor:
+            return evaluation
+        terms = {name: whole(term) for name, term in evaluation.terms.items()}
+        return Evaluation(whole(evaluation.value), terms, evaluation.state)
 
     def add_gradient_(self, strength: float) -> Evaluation:
         """Add strength × the gradient to `.grad` of the parameters behind the weight; under ``no_grad``."""
@@ -368,11 +371,3 @@ def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup
         elif isinstance(regularizer, WeightRegularizer):
             terms.append(WeightTerm(binding, regularizer, label))
     return terms
-
-
-def _gathered(evaluation: Evaluation) -> Evaluation:
-    """A value that is spread over processes as one number."""
-    if type(evaluation.value) is Tensor:
-        return evaluation
-    terms = {name: whole(term) for name, term in evaluation.terms.items()}
-    return Evaluation(whole(evaluation.value), terms, evaluation.state)
