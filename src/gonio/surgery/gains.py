@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.twin import evaluating
 from gonio.editing.where import modules_at
 from gonio.errors import first_line, listing
 from gonio.execution import derivatives
@@ -135,9 +134,8 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Confirm
         example: an input of the model.
         chosen: the `id` of the modules that may change.
     """
-    run = record(model, example)
-    with evaluating(model) as plain:
-        parameters = dict(plain.named_parameters())
+    run, trial = record(model, example), _OfGains(model, example)
+    parameters = trial.parameters
     modules = modules_at(model)
     found: dict[str, list[Normed]] = {}
     stay: dict[str, str] = {}
@@ -156,7 +154,6 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Confirm
             stay.update(dict.fromkeys((each.path for each in normed), whole))
         elif whole:
             options.append(whole)
-    trial = _OfGains(model, example, parameters)
     eps, random = trial.coarsest(), generator(1, "gains")
     trial.least = min(10 * eps, _ROUNDING)
     for gain, *_ in options:
