@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.where import Where, as_selector, asked_of, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError, with_article
+from gonio.execution import ProcessGroup
 from gonio.geometry.norms import whole
 from gonio.geometry.views import matrix_view, unview, why_not_dense
 from gonio.parametrizations.mechanism import parametrization_of
@@ -26,9 +26,6 @@ from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy
 from gonio.surgery.facts import TABLES
 from gonio.surgery.graph import Graph, trace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
 _KINDS = (WeightRegularizer, OutputRegularizer)  # what a term can read

@@ -7,21 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from gonio.editing.memory import refuse_inference
 from gonio.errors import InvalidArgumentError, check_range
-from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
+from gonio.execution import ProcessGroup, apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
 from gonio.geometry.norms import WIDE, full_precision, whole, widen
 from gonio.geometry.views import PLAIN, Layout, unview
 from gonio.regularizers.kernels import WithGradient
 from gonio.regularizers.schedules import Schedule
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 AddGradient = Callable[..., "Evaluation"]  # the signature of `WeightRegularizer.add_gradient_`
 
