@@ -127,7 +127,8 @@ class WeightRegularizer(Regularizer):
         `state` is that of the last evaluation, a constant in the backward; None to start from the weight alone.
         """
         with full_precision(weight):
-            weight = _widened(weight)
+            special = weight.dtype is torch.float16 or is_sharded(weight)
+            weight = widen(_Widened.apply(weight) if special else weight)
             if not (torch.is_grad_enabled() and weight.requires_grad) or not ordinary_eager(weight):
                 return self._scalar(self._evaluate(weight, layout, state))
             refuse_inference(type(self).__name__, [("a weight", weight)])
@@ -349,12 +350,6 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return tangents[0].float() if ctx.dtype is torch.float16 else tangents[0].view_as(tangents[0])
-
-
-def _widened(weight: Tensor) -> Tensor:
-    special = weight.dtype is torch.float16 or is_sharded(weight)
-    wide: Tensor = _Widened.apply(weight) if special else weight
-    return widen(wide)
 
 
 def identity_like(gram: Tensor) -> Tensor:
