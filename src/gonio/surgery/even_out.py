@@ -83,22 +83,19 @@ def can_act(module: nn.Module) -> str | None:
         >>> can_act(nn.Linear(4, 4)), can_act(nn.LayerNorm(4)), can_act(nn.ReLU())
         (None, None, 'it is not a linear or convolutional layer, an embedding, or a norm with a gain')
     """
-    if _is_norm(module) or has_filters(module) is None or _is_table(module):
-        return None
     weight = module._parameters.get("weight")
+    if _is_norm(module) or has_filters(module) is None:
+        return None
     if weight is not None and weight.is_meta:
         return say("its weight is on the meta device")
+    if isinstance(module, TABLES) and weight is not None and why_not_dense(weight) is None:
+        return None
     return say("it is not a linear or convolutional layer, an embedding, or a norm with a gain")
 
 
 def _is_norm(module: nn.Module) -> bool:
     gain = module._parameters.get("weight")
     return bool(facts_of(module).removes_scale) and gain is not None and gain.dim() == 1 and not gain.is_meta
-
-
-def _is_table(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return isinstance(module, TABLES) and why_not_dense(weight) is None and weight is not None and not weight.is_meta
 
 
 def _median(values: Tensor) -> float:
