@@ -161,13 +161,14 @@ def watch(
             _set(each, [*_get(each), mine])
 
     # weak, so that what keeps this function does not keep the optimizer
-    ends = [(_nothing if each is None else weakref.ref(each), each is None, mine) for each, mine in pairs]
+    ends = [(None if each is None else weakref.ref(each), mine) for each, mine in pairs]
 
     def end() -> None:
         with _LOCK:
-            for ref, of_all, mine in ends:
-                if of_all or ref() is not None:
-                    _set(ref(), [other for other in _get(ref()) if other is not mine])
+            for ref, mine in ends:
+                each = None if ref is None else ref()
+                if ref is None or each is not None:
+                    _set(each, [other for other in _get(each) if other is not mine])
 
     return end
 
@@ -260,10 +261,6 @@ class _Whole:
     def _fail(self, each: Any) -> None:
         if self._outermost == id(each):
             self._outermost, self._stepped = None, {}
-
-
-def _nothing() -> None:
-    """In the place of a reference to one optimizer."""
 
 
 def _settle(settled: Act, real: Sequence[weakref.ref[Optimizer]], _: Optimizer) -> None:

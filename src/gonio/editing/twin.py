@@ -23,8 +23,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from gonio.editing.edit import run_reversed
+from gonio.editing.memory import writes_taken_back
 from gonio.editing.where import adds_no_name, holds_original, is_sharded, run_eagerly, unwrapped
-from gonio.editing.written import writes_taken_back
 from gonio.errors import InvalidArgumentError, NotApplicableError, first_line
 from gonio.messages import say
 from gonio.seeding import state_kept

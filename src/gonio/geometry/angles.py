@@ -33,9 +33,9 @@ CHORD_NOISE = 2e-15  # squared chord below which an angle is 0: Gram entries of 
 BLOCK_ENTRIES = 1 << 24  # largest Gram block of coherence: 64 MiB in float32
 
 
-def clamp_through(x: Tensor, low: float, high: float) -> Tensor:
-    """`x` clamped in value, with the gradient of the identity: a clamp sets that of a cosine of 1 + 1e-7 to 0."""
-    return x + (x.clamp(low, high) - x).detach()
+def clamp_through(x: Tensor, low: float) -> Tensor:
+    """`x` between `low` and 1, with the gradient of the identity: a clamp sets that of a cosine of 1 + 1e-7 to 0."""
+    return x + (x.clamp(low, 1.0) - x).detach()
 
 
 def cosines(matrix: Array) -> Tensor:
@@ -56,7 +56,7 @@ def cosines(matrix: Array) -> Tensor:
     matrix = as_matrices(matrix, "cosines")
     with full_precision(matrix):
         unit = unit_vectors(in_range(matrix))
-        return clamp_through(unit @ unit.mT, -1.0, 1.0)
+        return clamp_through(unit @ unit.mT, -1.0)
 
 
 def angles(matrix: Array) -> Tensor:
@@ -156,7 +156,7 @@ def coherence(matrix: Array) -> Tensor:
             block = (unit[..., own, :] @ unit.mT).abs()
             index = own.expand(block.shape[:-1]).unsqueeze(-1)
             highest.append(block.scatter(-1, index, 0.0).amax(-1))
-        return clamp_through(torch.cat(highest, -1).amax(-1), 0.0, 1.0)
+        return clamp_through(torch.cat(highest, -1).amax(-1), 0.0)
 
 
 def alignment(matrix: Array) -> Tensor:

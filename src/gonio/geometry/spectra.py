@@ -270,21 +270,17 @@ def spectrum_estimate(
     small = min(matrices.shape[1:])
     if _affordable(matrices):
         held = matrices[...] if isinstance(matrices, StoredDifference) else matrices
-        values = _all_values(held, gram or shared_gram(held))
+        gram = gram or shared_gram(held)
+        if gram is not None:
+            values = singular_values_of_each(held, gram)[0]
+        else:  # in float32 the largest may overflow
+            values = singular_values(held.to(widest(held))).double().flatten().sort().values
     elif deep or small <= SMALL or _exact(matrices):
         values = torch.cat([_values_by_blocks(matrix) for matrix in matrices]).sort().values
     else:
         found = [largest_singular_value(matrix, name=f"{name}/{i}", steps=STEPS) for i, matrix in enumerate(matrices)]
         return SpectrumEstimate(max(found), lanczos_error(min(STEPS, small), matrices.shape[2]), None)
     return SpectrumEstimate(float(values[-1]), 0.0, values)
-
-
-def _all_values(matrices: Tensor, gram: GramMatrix | None) -> Tensor:
-    """From the float64 Gram matrix, or by an SVD where that would lose small values; see Note [Gram or SVD]."""
-    if gram is None:
-        found = singular_values(matrices.to(widest(matrices)))  # in float32 the largest may overflow
-        return found.double().flatten().sort().values
-    return singular_values_of_each(matrices, gram)[0]
 
 
 def singular_values_of_each(matrices: Tensor, gram: GramMatrix) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from math import inf, isfinite, nan, pi, sqrt
 from typing import Literal, TypeAlias, get_args
 
@@ -122,7 +121,10 @@ def gain(activation: str | Activation, kind: Kind = "rms") -> float:
     if kind not in KINDS:
         raise InvalidArgumentError(f"gain() takes a kind among {', '.join(KINDS)}", f"{kind!r}", "Choose one of them.")
     if kind == "torch":
-        return _of_torch(activation)
+        if activation not in _TORCH:
+            does = f"torch's table of gains has {', '.join(_TORCH)}"
+            raise InvalidArgumentError(does, repr(activation), 'Choose another kind, such as "rms".')
+        return nn.init.calculate_gain(str(activation))  # type: ignore[arg-type]
     if kind == "small" or (kind == "trains" and _is_odd_and_bounded(activation)):
         return _small(activation)
     w, value = _quadrature(activation)
@@ -137,27 +139,18 @@ def gain(activation: str | Activation, kind: Kind = "rms") -> float:
     return 1 / sqrt(moment)
 
 
-def _of_torch(activation: str | Activation) -> float:
-    if activation not in _TORCH:
-        does = f"torch's table of gains has {', '.join(_TORCH)}"
-        raise InvalidArgumentError(does, repr(activation), 'Choose another kind, such as "rms".')
-    return nn.init.calculate_gain(str(activation))  # type: ignore[arg-type]
-
-
 def _small(activation: str | Activation) -> float:
     """The rms gain of a signal so small that a smaller one has the same."""
-    found = []
-    for size in (1e-7, 1e-8):
-        w, value = _quadrature(partial(_at_size, activation, size))
-        found.append(float((w * value.square()).sum()))
-    if not 0 < found[0] < inf or abs(found[0] / found[1] - 1) > 1e-3:
+
+    def moment(size: float) -> float:
+        w, value = _quadrature(lambda z: _apply(activation, size * z) / size)
+        return float((w * value.square()).sum())
+
+    small, smaller = moment(1e-7), moment(1e-8)
+    if not 0 < small < inf or abs(small / smaller - 1) > 1e-3:
         does = 'gain(kind="small") needs an activation that is 0 at 0 and has a slope there'
-        raise InvalidArgumentError(does, f"E[f(εz)²]/ε² from {found[0]:.3g} to {found[1]:.3g}", 'Take kind="rms".')
-    return 1 / sqrt(found[0])
-
-
-def _at_size(activation: str | Activation, size: float, z: Tensor) -> Tensor:
-    return _apply(activation, size * z) / size
+        raise InvalidArgumentError(does, f"E[f(εz)²]/ε² from {small:.3g} to {smaller:.3g}", 'Take kind="rms".')
+    return 1 / sqrt(small)
 
 
 def _is_odd_and_bounded(activation: str | Activation) -> bool:

@@ -456,10 +456,8 @@ class Decoupled(RunningStatistics):
         not contain the buffer, which stays, because averaged copies of the model pair buffers by their order.
         """
         value = None if share is None else torch.as_tensor(share, dtype=torch.float32, device=self.weight.device)
-        if value is None or self.blend is None:
-            self.register_buffer("blend", value, persistent=not ended)
-        else:
-            self.register_buffer("blend", self.blend.copy_(value), persistent=not ended)
+        kept = value if value is None or self.blend is None else self.blend.copy_(value)
+        self.register_buffer("blend", kept, persistent=not ended)
         self.blends = value is not None and not ended
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

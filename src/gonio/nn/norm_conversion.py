@@ -121,7 +121,9 @@ def to_group_norm(
     if dims is not None or isinstance(norm, nn.LayerNorm):
         _dims(norm, dims, verb="to_group_norm")
     channels = _channels(norm)
-    new = nn.GroupNorm(_group_count(channels, groups), channels, **_common(norm))
+    if channels % groups:
+        groups = max(g for g in range(1, min(groups, max(channels // 2, 1)) + 1) if channels % g == 0)
+    new = nn.GroupNorm(groups, channels, **_common(norm))
     return _carry_(new, norm, verb="to_group_norm")
 
 
@@ -205,12 +207,6 @@ def _channels(norm: nn.Module) -> int:
     if isinstance(norm, nn.LayerNorm):
         return norm.normalized_shape[0]
     return int(norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features)  # type: ignore[arg-type]
-
-
-def _group_count(channels: int, groups: int) -> int:
-    if channels % groups == 0:
-        return groups
-    return max(g for g in range(1, min(groups, max(channels // 2, 1)) + 1) if channels % g == 0)
 
 
 def _common(norm: nn.Module) -> dict[str, Any]:

@@ -180,14 +180,12 @@ class SwitchableNorm(RunningStatistics):
         own = x.shape[0]
         batch = self.use_batch and (fixed or area > 1 or join or own != 1)
         defined = (area > 1, area * self.num_features > 1, batch)
-        if not any(defined) or (join and area * self.num_features == 1 and self._is_alone(x)):
+        one = join and area * self.num_features == 1  # of each sample
+        if not any(defined) or (one and int(total(x.new_full((), float(own)), self.process_group)) == 1):
             problem = f"{type(self).__name__}: cannot normalise a single value"
             do = "Use a larger batch (drop_last=True drops a last batch of 1), evaluation mode, or no norm here."
             raise InvalidArgumentError(problem, f"shape {tuple(x.shape)} in training", do)
         return defined
-
-    def _is_alone(self, x: Tensor) -> bool:
-        return int(total(x.new_full((), float(x.shape[0])), self.process_group)) == 1
 
     def _running(self, kind: torch.dtype, *, fixed: bool) -> Tensor | None:
         """Batch statistics that are given, (2, 1, C): the running ones, or anything if they have no weight."""

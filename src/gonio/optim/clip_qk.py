@@ -140,8 +140,7 @@ def clip_qk_(
             heads = {"heads": counted(block.heads, "head"), "size": block.head_size}
             edit.changed(block.path, say("logits of {heads} of {size} limited to {limit:g}", **heads, limit=limit))
         edit.note_stays(left)
-    edited = edit.done()
-    return Clipped(edited.verb, edited.changes, edited.notes, edited._undo, clip)
+    return Clipped(**vars(edit.done()), _clip=clip)
 
 
 def check_arguments(limit: object = 100.0) -> None:

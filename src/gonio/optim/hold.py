@@ -196,8 +196,7 @@ def hold_(
         expect_steps_(edit, optimizer, {weight.label: weight.parameter for weight in weights})
         edit.note_stays(left)
     hold.complete = True
-    edited = edit.done()
-    return Held(edited.verb, edited.changes, edited.notes, edited._undo, hold)
+    return Held(**vars(edit.done()), _hold=hold)
 
 
 def check_arguments(

@@ -8,12 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, check_range
 from gonio.geometry.kernels import applies_to
 from gonio.geometry.kernels import rescaled as rescaled_by_kernel
 from gonio.geometry.norms import least_norm, safe_norm
 from gonio.geometry.views import Layout
-from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.parametrization import Parametrization, positive
 
 
 class WeightNorm(Parametrization):
@@ -107,11 +106,7 @@ class Sphere(Parametrization):
 
     def __init__(self, *, radius: float = 1.0) -> None:
         super().__init__()
-        check_range("Sphere", radius=radius)
-        if not 0 < radius < float("inf"):
-            do = "The norm of each filter is the radius."
-            raise InvalidArgumentError("Sphere needs a finite radius > 0", f"{radius}", do)
-        self.radius = float(radius)
+        self.radius = positive("Sphere", "radius", radius, "The norm of each filter is the radius.")
 
     def weight_of(self, raw: Tensor) -> Tensor:
         filters = raw.numel() // filter_size(raw, self.bound_layout)

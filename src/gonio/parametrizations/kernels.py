@@ -8,13 +8,14 @@ subclasses and other devices use the plain forms, `spectral_norm._divided`, `spe
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from gonio.geometry.norms import least_norm, matrix_vector
+from gonio.parametrizations.spectral_views import SpectralView
 
 Array = numpy.ndarray[Any, Any]
 _norm = torch.linalg.vector_norm
@@ -30,16 +31,7 @@ _SMALLEST = {dtype: torch.finfo(dtype).tiny ** 0.5 for dtype in (torch.float32, 
 STALE = 0.5
 
 
-class View(Protocol):
-    """The part of a spectral view that the division needs."""
-
-    @property
-    def flat(self) -> bool: ...
-    def matrices(self, weight: Tensor) -> Tensor: ...
-    def weight_of(self, matrices: Tensor) -> Tensor: ...
-
-
-def matrix_of(weight: Tensor, view: View) -> Tensor:
+def matrix_of(weight: Tensor, view: SpectralView) -> Tensor:
     """The matrix of a weight without groups, (rows, columns)."""
     return weight.flatten(1) if view.flat else view.matrices(weight)[0]
 
@@ -81,7 +73,9 @@ class DividedBySpectralNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, raw: Tensor, constants: tuple[Tensor, Tensor, Tensor | None, View, float, bool]) -> Tensor:
+    def forward(
+        ctx: Any, raw: Tensor, constants: tuple[Tensor, Tensor, Tensor | None, SpectralView, float, bool]
+    ) -> Tensor:
         u, v, length, view, norm, only_above = constants
         parts, left, right, matrix = u.shape[1], u.reshape(-1), v.reshape(-1), matrix_of(raw, view)
         image = matrix_vector(matrix, right) if parts == 1 else (right.view(parts, -1) @ matrix.mT).view(-1)

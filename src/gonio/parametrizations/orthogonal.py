@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError, check_range
 from gonio.execution import apply, ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.geometry.views import from_matrices, matrix_view
-from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.parametrization import Parametrization, positive
 
 
 class Orthogonal(Parametrization):
@@ -55,10 +54,7 @@ class Orthogonal(Parametrization):
 
     def __init__(self, *, scale: float = 1.0) -> None:
         super().__init__()
-        check_range("Orthogonal", scale=scale)
-        if not 0 < scale < float("inf"):
-            raise InvalidArgumentError("Orthogonal needs a finite scale > 0", f"{scale}", "Often it is 1.")
-        self.scale = float(scale)
+        self.scale = positive("Orthogonal", "scale", scale, "Often it is 1.")
 
     def weight_of(self, raw: Tensor) -> Tensor:
         layout = self.bound_layout

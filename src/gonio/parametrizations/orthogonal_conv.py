@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError, NotApplicableError, check_range
+from gonio.errors import NotApplicableError
 from gonio.execution import cut_like, is_sharded
 from gonio.geometry.conv_operator import Taps, frequencies, taps_of
 from gonio.geometry.norms import whole, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.orthogonal import completed_polar, corrected, polar
-from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.parametrization import Parametrization, positive
 
 _SWEEPS = 8  # of the search for the nearest kernel; twice as many come 1 to 3 % closer
 
@@ -163,10 +163,7 @@ class OrthogonalConv(Parametrization):
 
     def __init__(self, *, scale: float = 1.0) -> None:
         super().__init__()
-        check_range("OrthogonalConv", scale=scale)
-        if not 0 < scale < float("inf"):
-            raise InvalidArgumentError("OrthogonalConv needs a finite scale > 0", f"{scale}", "Often it is 1.")
-        self.scale = float(scale)
+        self.scale = positive("OrthogonalConv", "scale", scale, "Often it is 1.")
 
     def bind(self, weight: Tensor, layout: Layout) -> None:
         if layout.padding_mode not in ("zeros", "circular"):

@@ -6,13 +6,14 @@ import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from math import inf
 from types import NoneType
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, UnsetStateError
+from gonio.errors import InvalidArgumentError, UnsetStateError, check_range
 from gonio.execution import autocast_is_on
 from gonio.geometry.norms import WIDE, full_precision, widen
 from gonio.geometry.views import Layout
@@ -38,6 +39,14 @@ def check_options(parametrization: Parametrization) -> None:
         if value is parametrization or not isinstance(value, (bool, int, float, str, NoneType)):
             found = f"no {name!r}" if value is parametrization else f"{name}={value!r}"
             raise InvalidArgumentError(asked, found, "Set it in __init__, or leave it out of options.")
+
+
+def positive(kind: str, name: str, value: float, do: str) -> float:
+    """An option as a float; refused unless it is finite and above 0."""
+    check_range(kind, **{name: value})
+    if not 0 < value < inf:
+        raise InvalidArgumentError(f"{kind} needs a finite {name} > 0", f"{value}", do)
+    return float(value)
 
 
 class Parametrization(nn.Module, ABC):

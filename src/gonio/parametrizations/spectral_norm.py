@@ -13,14 +13,14 @@ from torch.autograd.graph import increment_version
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import expect_steps_, watch
 from gonio.editing.where import sites
-from gonio.errors import InvalidArgumentError, NoMatchError, check_range
+from gonio.errors import InvalidArgumentError, NoMatchError
 from gonio.execution import apply, count_fused_steps, cut_like, is_sharded, ordinary_eager
 from gonio.geometry.norms import WIDE, full_precision, normalize, whole, widen
 from gonio.geometry.views import Layout
 from gonio.messages import say
 from gonio.parametrizations.kernels import STALE, DividedBySpectralNorm, top_vectors
 from gonio.parametrizations.mechanism import Parametrized, child_name, parametrization_of
-from gonio.parametrizations.parametrization import Parametrization, describe
+from gonio.parametrizations.parametrization import Parametrization, describe, positive
 from gonio.parametrizations.spectral_views import ConvolutionView, FilterView, SpectralView
 
 Of = Literal["filters", "conv"]
@@ -100,18 +100,13 @@ class SpectralNorm(Parametrization):
         super().__init__()
         if view not in get_args(Of):
             raise InvalidArgumentError('SpectralNorm has view="filters" or "conv"', repr(view), "Choose one.")
-        check_range("SpectralNorm", norm=norm, at_most=at_most)
-        if not 0 < norm < float("inf"):
-            raise InvalidArgumentError("SpectralNorm needs a finite norm > 0", f"{norm}", "Often it is 1.")
-        if at_most is not None and not 0 < at_most < float("inf"):
-            raise InvalidArgumentError("SpectralNorm needs a finite at_most > 0", f"{at_most}", "Often it is 1.")
+        self.norm = positive("SpectralNorm", "norm", norm, "Often it is 1.")
+        self.at_most = None if at_most is None else positive("SpectralNorm", "at_most", at_most, "Often it is 1.")
         if at_most is not None and norm != 1:
             found = f"norm={norm:g} and at_most={at_most:g}"
             do = "Pass norm= to set the norm, or at_most= to bound it."
             raise InvalidArgumentError("SpectralNorm has one of norm= and at_most=", found, do)
         self.view = view
-        self.norm = float(norm)
-        self.at_most = None if at_most is None else float(at_most)
         self.u: Tensor | None
         self.v: Tensor | None
         self.length: Tensor | None

@@ -7,13 +7,13 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from gonio.errors import InvalidArgumentError, NotApplicableError, check_range
+from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.kernels import applies_to
 from gonio.geometry.norms import least_norm, safe_norm, widen
 from gonio.geometry.views import Layout
 from gonio.parametrizations.filters import by_filter, filter_size, infinite_where
 from gonio.parametrizations.kernels import standardized
-from gonio.parametrizations.parametrization import Parametrization
+from gonio.parametrizations.parametrization import Parametrization, positive
 
 Scale = Literal["std", "fan_in"]
 ROUNDING = 16.0  # deviation, in roundings of the mean, up to which a filter is constant
@@ -70,11 +70,8 @@ class WeightStandardization(Parametrization):
         super().__init__()
         if scale not in get_args(Scale):
             raise InvalidArgumentError('WeightStandardization has scale="std" or "fan_in"', repr(scale), "Choose one.")
-        check_range("WeightStandardization", gain=gain)
-        if not 0 < gain < float("inf"):
-            do = "Use 1, or gonio.init.gain(activation)."
-            raise InvalidArgumentError("WeightStandardization needs a finite gain > 0", f"{gain}", do)
-        self.scale, self.gain, self.learn_gain = scale, float(gain), bool(learn_gain)
+        self.gain = positive("WeightStandardization", "gain", gain, "Use 1, or gonio.init.gain(activation).")
+        self.scale, self.learn_gain = scale, bool(learn_gain)
         self.gains: nn.Parameter | None
         self.register_parameter("gains", None)
 

@@ -17,17 +17,14 @@ Note [Copies of the model]
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, NoActivationError
-from gonio.execution import inside_backward, is_sharded
+from gonio.execution import ProcessGroup, inside_backward, is_sharded
 from gonio.surgery.facts import only_reads
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # More forward passes than this without penalty() keep as many sets of activations alive.
 MOST_KEPT = 64

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from gonio.editing.memory import looks_at_parameters, writes_taken_back
 from gonio.editing.twin import set_tensors_, twin_of
 from gonio.editing.where import sites
-from gonio.editing.written import looks_at_parameters, writes_taken_back
 from gonio.errors import first_line
 from gonio.execution import is_sharded
 from gonio.geometry.views import has_filters

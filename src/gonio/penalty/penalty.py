@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,11 @@ from gonio.editing.where import Where, refuse_flat_shards
 from gonio.editing.wrappers import parameter_ids
 from gonio.errors import GonioWarning, InvalidArgumentError, listing
 from gonio.escaping import html_table
-from gonio.execution import ordinary_eager
+from gonio.execution import ProcessGroup, ordinary_eager
 from gonio.penalty.hooks import data_parallel_group
 from gonio.penalty.terms import OutputTerm, Term, WeightTerm, bind, terms_of
 from gonio.regularizers import Evaluation, OutputRegularizer, Regularizer, WeightRegularizer
 from gonio.surgery.blocks import Anatomy
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 UNCALLED = 10
 """Steps of an optimizer after which a penalty warns that was never called, or whose gradient was never computed."""

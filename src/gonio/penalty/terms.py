@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.where import Where, as_selector, asked_of, left_out, select
 from gonio.errors import InvalidArgumentError, NoMatchError, with_article
+from gonio.execution import ProcessGroup
 from gonio.geometry.norms import whole
 from gonio.geometry.views import matrix_view, unview, why_not_dense
 from gonio.parametrizations.mechanism import parametrization_of
@@ -26,9 +26,6 @@ from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy
 from gonio.surgery.facts import TABLES
 from gonio.surgery.graph import Graph, trace
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _WITH_OUTPUTS = (nn.Linear, nn.modules.conv._ConvNd)
 _KINDS = (WeightRegularizer, OutputRegularizer)  # what a term can read
@@ -254,7 +251,10 @@ class WeightTerm(Term):
     def keep(self, evaluation: Evaluation) -> Evaluation:
         """Start the next step from this one's state; the evaluation, as one number also over several processes."""
         self._state = evaluation.state
-        return _gathered(evaluation)
+        if type(evaluation.value) is Tensor:
+            return evaluation
+        terms = {name: whole(term) for name, term in evaluation.terms.items()}
+        return Evaluation(whole(evaluation.value), terms, evaluation.state)
 
     def add_gradient_(self, strength: float) -> Evaluation:
         """Add strength × the gradient to `.grad` of the parameters behind the weight; under ``no_grad``."""
@@ -368,11 +368,3 @@ def terms_of(bindings: Sequence[Binding], seed: int, process_group: ProcessGroup
         elif isinstance(regularizer, WeightRegularizer):
             terms.append(WeightTerm(binding, regularizer, label))
     return terms
-
-
-def _gathered(evaluation: Evaluation) -> Evaluation:
-    """A value that is spread over processes as one number."""
-    if type(evaluation.value) is Tensor:
-        return evaluation
-    terms = {name: whole(term) for name, term in evaluation.terms.items()}
-    return Evaluation(whole(evaluation.value), terms, evaluation.state)

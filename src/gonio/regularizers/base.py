@@ -7,21 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from gonio.editing.memory import refuse_inference
 from gonio.errors import InvalidArgumentError, check_range
-from gonio.execution import apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
+from gonio.execution import ProcessGroup, apply, autocast_is_on, is_sharded, ordinary_eager, replicated_like
 from gonio.geometry.norms import WIDE, full_precision, whole, widen
 from gonio.geometry.views import PLAIN, Layout, unview
 from gonio.regularizers.kernels import WithGradient
 from gonio.regularizers.schedules import Schedule
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 AddGradient = Callable[..., "Evaluation"]  # the signature of `WeightRegularizer.add_gradient_`
 
@@ -130,7 +127,8 @@ class WeightRegularizer(Regularizer):
         `state` is that of the last evaluation, a constant in the backward; None to start from the weight alone.
         """
         with full_precision(weight):
-            weight = _widened(weight)
+            special = weight.dtype is torch.float16 or is_sharded(weight)
+            weight = widen(_Widened.apply(weight) if special else weight)
             if not (torch.is_grad_enabled() and weight.requires_grad) or not ordinary_eager(weight):
                 return self._scalar(self._evaluate(weight, layout, state))
             refuse_inference(type(self).__name__, [("a weight", weight)])
@@ -352,12 +350,6 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return tangents[0].float() if ctx.dtype is torch.float16 else tangents[0].view_as(tangents[0])
-
-
-def _widened(weight: Tensor) -> Tensor:
-    special = weight.dtype is torch.float16 or is_sharded(weight)
-    wide: Tensor = _Widened.apply(weight) if special else weight
-    return widen(wide)
 
 
 def identity_like(gram: Tensor) -> Tensor:

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor
 
+from gonio.execution import ProcessGroup
 from gonio.execution import total as sum_over_processes
 from gonio.geometry.norms import gram, matrix_vector
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class WithGradient(torch.autograd.Function):

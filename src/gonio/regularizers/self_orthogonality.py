@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
-from gonio.execution import apply, ordinary_eager
+from gonio.execution import ProcessGroup, apply, ordinary_eager
 from gonio.geometry.norms import widen
 from gonio.regularizers.base import Evaluation, OutputRegularizer, identity_like, require
 from gonio.regularizers.kernels import Pairs, SelfOrthogonalityTerms, first_sample, total
 
 MOST_PROBES = 2**20
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.messages import fixed, joined, say
 from gonio.surgery.equivalent import SAME_FUNCTION, SAME_OUTPUTS, SameFunction, or_coarser
 from gonio.surgery.graph import trace
-from gonio.surgery.movable import LeastSum, Movable, least_scales, movable
-from gonio.surgery.scales import ChannelMap
+from gonio.surgery.movable import ChannelMap, LeastSum, Movable, least_scales, movable
 from gonio.surgery.symmetries import LeastFactors, least_factors
 
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, as_selector, refuse_meta, select, sites
+from gonio.editing.where import Site, Where, as_selector, modules_at, refuse_meta, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.execution import ordinary_eager, several_ranks, total
 from gonio.messages import joined, say
@@ -111,7 +111,7 @@ def _run(model: nn.Module, batches: Iterable[Any], layers: list[_RunningMoments]
         # Without wrappers: a data-parallel one would exchange buffers at each call.
         plain = stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
-        modules = {site.path: site.module for site in sites(plain)}
+        modules = modules_at(plain)
         for moments in layers:
             module = modules[moments.site.path].train()
             for part in module.children():  # such as a dropout

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
@@ -84,22 +83,19 @@ def can_act(module: nn.Module) -> str | None:
         >>> can_act(nn.Linear(4, 4)), can_act(nn.LayerNorm(4)), can_act(nn.ReLU())
         (None, None, 'it is not a linear or convolutional layer, an embedding, or a norm with a gain')
     """
-    if _is_norm(module) or has_filters(module) is None or _is_table(module):
-        return None
     weight = module._parameters.get("weight")
+    if _is_norm(module) or has_filters(module) is None:
+        return None
     if weight is not None and weight.is_meta:
         return say("its weight is on the meta device")
+    if isinstance(module, TABLES) and weight is not None and why_not_dense(weight) is None:
+        return None
     return say("it is not a linear or convolutional layer, an embedding, or a norm with a gain")
 
 
 def _is_norm(module: nn.Module) -> bool:
     gain = module._parameters.get("weight")
     return bool(facts_of(module).removes_scale) and gain is not None and gain.dim() == 1 and not gain.is_meta
-
-
-def _is_table(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return isinstance(module, TABLES) and why_not_dense(weight) is None and weight is not None and not weight.is_meta
 
 
 def _median(values: Tensor) -> float:
@@ -177,19 +173,19 @@ def _even_norm(edit: Edit, site: Site, others: list[nn.Module]) -> list[str]:
     elif _far(middle, usual):
         values, middle, factor = values * (usual / middle), usual, usual / middle
         said.append(say("gains times {factor:.3g}", factor=factor))
-    said += _single(edit, gain, values, lambda x: x.abs() <= FACTOR * middle, "gain")
+    said += _single(edit, gain, values, FACTOR * middle, "gain")
     if shift is not None:
         values, common = shift.detach().double(), _median(shift.detach().double())
         if abs(common) > FACTOR * middle:
             values = values - common
             said.append(say("{common:.3g} subtracted from the shifts", common=common))
-        said += _single(edit, shift, values, lambda x: x.abs() <= FACTOR * middle, "shift")
+        said += _single(edit, shift, values, FACTOR * middle, "shift")
     return said
 
 
-def _single(edit: Edit, parameter: Tensor, values: Tensor, usual: Callable[[Tensor], Any], name: str) -> list[str]:
-    """Store the values of a vector, with the median for entries that are not usual; what was done."""
-    alone = ~(torch.isfinite(values) & usual(values))
+def _single(edit: Edit, parameter: Tensor, values: Tensor, most: float, name: str) -> list[str]:
+    """Store the values of a vector, with the median for entries that are larger or not finite; what was done."""
+    alone = ~(torch.isfinite(values) & (values.abs() <= most))
     new = torch.where(alone, _median(values[~alone]), values)
     if not torch.equal(new.to(parameter), parameter):
         edit.set_data_(parameter, new.to(parameter))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.twin import evaluating
-from gonio.editing.where import sites
+from gonio.editing.where import modules_at
 from gonio.errors import first_line, listing
 from gonio.execution import derivatives
 from gonio.geometry.views import why_not_dense
@@ -135,10 +134,9 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Confirm
         example: an input of the model.
         chosen: the `id` of the modules that may change.
     """
-    run = record(model, example)
-    with evaluating(model) as plain:
-        parameters = dict(plain.named_parameters())
-    modules = {site.path: site.module for site in sites(model)}
+    run, trial = record(model, example), _OfGains(model, example)
+    parameters = trial.parameters
+    modules = modules_at(model)
     found: dict[str, list[Normed]] = {}
     stay: dict[str, str] = {}
     for call in run.gained:
@@ -156,7 +154,6 @@ def gains_of(model: nn.Module, example: Any, chosen: Collection[int]) -> Confirm
             stay.update(dict.fromkeys((each.path for each in normed), whole))
         elif whole:
             options.append(whole)
-    trial = _OfGains(model, example, parameters)
     eps, random = trial.coarsest(), generator(1, "gains")
     trial.least = min(10 * eps, _ROUNDING)
     for gain, *_ in options:

@@ -15,7 +15,7 @@ from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Site, Where, at, left_out, refuse_meta, refuse_shards, select, sites
+from gonio.editing.where import Site, Where, at, left_out, modules_at, refuse_meta, refuse_shards, select
 from gonio.errors import InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters, layout_of, why_not_dense
 from gonio.messages import counted, say
@@ -76,10 +76,10 @@ def lsuv_(
     refuse_meta(model, "lsuv_")
     found = select(model, where, verb="lsuv_", can_act=can_act)
     with fitting(model, batch, "lsuv_(batch=)"), evaluating(model) as twin, torch.no_grad():
-        layers = {site.path: site.module for site in sites(twin)}
+        layers = modules_at(twin)
         ordered = _in_execution_order(twin, batch, {layers[site.path]: site for site in found})
     with Edit(model, "lsuv_", once=True) as edit, evaluating(model) as twin, torch.no_grad():
-        layers = {site.path: site.module for site in sites(twin)}
+        layers = modules_at(twin)
         for site in found:
             if site not in ordered:
                 edit.note(say("{path} did not run on the batch: left as it was", path=site.path))

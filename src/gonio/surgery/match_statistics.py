@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key, registered
@@ -22,6 +21,7 @@ from gonio.editing.where import Site, Where, left_out, modules_at, refuse_meta, 
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, unview
 from gonio.messages import say
+from gonio.surgery.calibrate import can_act as why_no_statistics
 from gonio.surgery.equivalent import call, checked_batches, first_input, fitting
 from gonio.surgery.recycle import can_act
 
@@ -80,7 +80,7 @@ def match_statistics_(model: nn.Module, batches: Iterable[Any], *, where: Where 
     found = {site.path: site for site in select(model, where, verb="match_statistics_", can_act=can_act)}
     refuse_shards(model, "match_statistics_")
     refuse_meta(model, "match_statistics_")
-    norms = {site.path: site.module for site in sites(model)}
+    norms = modules_at(model)
     with fitting(model, kept[0], say("a batch of {verb}", verb="match_statistics_")):
         norms_of = _norms_behind(model, kept[0])
     shared = _sharing(model)
@@ -139,16 +139,11 @@ def _norms_behind(model: nn.Module, batch: Any) -> dict[str, str]:
         for site in sites(plain):
             if why_not(site, can_act) is None:
                 hooks.enter_context(site.module.register_forward_hook(partial(keep, site.path), prepend=True))
-            elif isinstance(site.module, _BatchNorm) and not _has_none_yet(site.module):
+            elif isinstance(site.module, _BatchNorm) and why_no_statistics(site.module) is None:
                 hooks.enter_context(site.module.register_forward_pre_hook(partial(read, site.path), with_kwargs=True))
         call(plain, batch)
     once = {layer: norm for layer, norm in pairs.items() if calls.count(layer) == calls.count(norm) == 1}
     return {layer: "" if {layer, norm} & exchanged else norm for layer, norm in once.items()}
-
-
-def _has_none_yet(norm: _BatchNorm) -> bool:
-    """Whether a batch norm has no running statistics, or waits for its first input to make them."""
-    return norm.running_var is None or is_lazy(norm.running_var)
 
 
 @dataclass

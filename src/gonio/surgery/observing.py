@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from gonio.geometry.norms import full_precision
 from gonio.messages import say
 from gonio.surgery.blocks import Anatomy, Attention
 from gonio.surgery.facts import only_reads
@@ -42,41 +41,30 @@ class Observer(ABC):
 
     @only_reads
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """The hook before the forward; :class:`_Leave` is the one after it."""
+        """The hook before the forward."""
         mode = _Reading(self) if self.wants(module) and not torch.compiler.is_compiling() else None
         self._running.append(mode)
         if mode is not None:
             mode.__enter__()
 
-    def leave(self) -> None:
-        """The forward is over."""
+    @only_reads
+    def leave(self, *_: Any) -> None:
+        """The hook after the forward."""
         mode = self._running.pop() if self._running else None
         if mode is not None:
             mode.__exit__(None, None, None)
 
-    def pause(self, by: int) -> None:
-        """Another attention inside of the module begins its forward (1), or ends it (-1)."""
+    @only_reads
+    def pause(self, *_: Any) -> None:
+        """The hook before the forward of another attention inside of the module."""
         if self._running and self._running[-1] is not None:
-            self._running[-1].paused += by
-
-
-@dataclass(frozen=True, eq=False)
-class _Leave:
-    observer: Observer
+            self._running[-1].paused += 1
 
     @only_reads
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.observer.leave()
-
-
-@dataclass(frozen=True, eq=False)
-class _Pause:
-    observer: Observer
-    by: int
-
-    @only_reads
-    def __call__(self, *_: Any) -> None:
-        self.observer.pause(self.by)
+    def resume(self, *_: Any) -> None:
+        """The hook after it."""
+        if self._running and self._running[-1] is not None:
+            self._running[-1].paused -= 1
 
 
 def observing(
@@ -93,10 +81,10 @@ def observing(
         path = observer.block.around
         module = modules[path]
         ends.append(module.register_forward_pre_hook(observer).remove)
-        ends.append(module.register_forward_hook(_Leave(observer), always_call=True).remove)
+        ends.append(module.register_forward_hook(observer.leave, always_call=True).remove)
         for inner in [each for each in others if each != path and each.startswith(f"{path}." if path else "")]:
-            ends.append(modules[inner].register_forward_pre_hook(_Pause(observer, 1)).remove)
-            ends.append(modules[inner].register_forward_hook(_Pause(observer, -1), always_call=True).remove)
+            ends.append(modules[inner].register_forward_pre_hook(observer.pause).remove)
+            ends.append(modules[inner].register_forward_hook(observer.resume, always_call=True).remove)
     return ends
 
 
@@ -180,7 +168,7 @@ class _Reading(Products):
         """The softmax has logits, a fused kernel has queries and keys."""
         if self.paused:
             return
-        with torch.no_grad(), _in_their_dtype(product.query):
+        with torch.no_grad(), full_precision(product.query):
             if product.logits is not None:
                 if product.logits.shape[-2] == product.query.shape[-2]:  # what lies between has not moved queries
                     self._observer.softmaxed(product.logits.detach(), product.query.detach(), product.key.detach())
@@ -211,12 +199,6 @@ class _Reading(Products):
         shown.__kwdefaults__ = func.__kwdefaults__
         names[func.__name__] = shown  # the function calls itself by this name where a default device is set
         return shown(*args, **kwargs)
-
-
-def _in_their_dtype(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which autocast rounds no product of float32."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def repeated(key: Tensor, query: Tensor) -> Tensor:

@@ -67,7 +67,17 @@ class Planned:
 
     def spread(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """Parts, paths or symmetries, and their copies in layers of the same kind, in the order of the layers."""
-        return _spread(parts, self.lists)
+        placed: list[tuple[int, int, int, Part]] = []
+        first: dict[str, int] = {}
+        for number, part in enumerate(parts):
+            named = [(of, places) for of in self.lists if (places := of.places(_names(part)))]
+            if len(named) != 1:  # of no list, or of several
+                placed.append((number, 0, number, part))
+                continue
+            ((of, places),) = named
+            at, start = first.setdefault(of.path, number), f"{of.path}.{places[0]}."
+            placed += [(at, index, number, _moved(part, start, f"{of.path}.{index}.")) for index in places]
+        return tuple(part for *_, part in sorted(placed, key=lambda each: each[:3]))
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor of the whole model; None if it has none of this name."""
@@ -80,30 +90,9 @@ class Planned:
 
     def whole(self, found: Anatomy) -> Anatomy:
         """What was found in this model, for all layers."""
-        attention, mlps = _spread(found.attention, self.lists), _spread(found.mlps, self.lists)
-        routers, norms = _spread(found.routers, self.lists), _spread(found.norms, self.lists)
-        unknown = {name: why for path, why in found.unknown.items() for name in _spread((path,), self.lists)}
-        stacks = _spread(found.stacks, self.lists)
-        return replace(
-            found, attention=attention, mlps=mlps, routers=routers, norms=norms, unknown=unknown, stacks=stacks
-        )
-
-
-def _spread(parts: tuple[Part, ...], lists: tuple[Repeated, ...]) -> tuple[Part, ...]:
-    """Each part, and its copies in layers of the same kind, in the order of the layers."""
-    placed: list[tuple[int, int, int, Part]] = []
-    first: dict[str, int] = {}
-    for number, part in enumerate(parts):
-        named = [(of, places) for of in lists if (places := of.places(_names(part)))]
-        if len(named) != 1:  # of no list, or of several
-            placed.append((number, 0, number, part))
-            continue
-        ((of, places),) = named
-        at = first.setdefault(of.path, number)
-        placed += [
-            (at, index, number, _moved(part, f"{of.path}.{places[0]}.", f"{of.path}.{index}.")) for index in places
-        ]
-    return tuple(part for *_, part in sorted(placed, key=lambda each: each[:3]))
+        names = ("attention", "mlps", "routers", "norms", "stacks")
+        unknown = {name: why for path, why in found.unknown.items() for name in self.spread((path,))}
+        return replace(found, **{name: self.spread(getattr(found, name)) for name in names}, unknown=unknown)
 
 
 def _names(part: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from gonio.editing.written import looks_at_parameters
+from gonio.editing.memory import looks_at_parameters
 
 MASKED = -1e4  # logits below are those of pairs that a mask excludes
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})

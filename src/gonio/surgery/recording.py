@@ -178,6 +178,17 @@ class Recorder(Products):
         self._known: dict[Any, bool] = {}  # whether modules of a kind and shape are norms
         self._paused = False
 
+    # one module
+
+    def enter(self, path: str, *_: Any) -> None:
+        """The hook before a forward."""
+        self.stack.append(path)
+        self.run.began[path] += 1
+
+    def leave(self, *_: Any) -> None:
+        """The hook after it."""
+        self.stack.pop()
+
     # one function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -418,12 +429,12 @@ def record(model: nn.Module, example: Any) -> Recording:
             module = site.module
             if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and nothing of its inside is seen
                 continue
-            ends.enter_context(module.register_forward_pre_hook(partial(_push, recorder, site.path)))
+            ends.enter_context(module.register_forward_pre_hook(partial(recorder.enter, site.path)))
             if not module._modules and all(p.ndim < 2 for p in module.parameters()):
                 ends.enter_context(module.register_forward_hook(recorder._norm_hook, with_kwargs=True))
             if facts.facts_of(module).attends is not None:
                 ends.enter_context(module.register_forward_hook(recorder._kernel_hook, with_kwargs=True))
-            ends.enter_context(module.register_forward_hook(partial(_pop, recorder.stack), always_call=True))
+            ends.enter_context(module.register_forward_hook(recorder.leave, always_call=True))
         torch.default_generator.manual_seed(0)
         with recorder:
             recorder.run.outputs = call(plain, example)
@@ -453,15 +464,6 @@ def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
         for n, g in zip(own, found, strict=True)
         if g is not None and float(g.max() - g.min()) > 1e-4 * float(g.abs().max())
     ]
-
-
-def _push(recorder: Recorder, path: str, *_: Any) -> None:
-    recorder.stack.append(path)
-    recorder.run.began[path] += 1
-
-
-def _pop(stack: list[str], *_: Any) -> None:
-    stack.pop()
 
 
 def noise_like(x: Tensor, name: str, number: int = 0) -> Tensor:

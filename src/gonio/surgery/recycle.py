@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.twin import evaluating
-from gonio.editing.where import Where, left_out, refuse_meta, refuse_shards, select, sites
+from gonio.editing.where import Where, left_out, modules_at, refuse_meta, refuse_shards, select, sites
 from gonio.errors import InvalidArgumentError, NotApplicableError, listing
 from gonio.geometry import layout_of, matrix_view, near_duplicates, unview
 from gonio.geometry.chance import expected_pairs_above
@@ -458,7 +458,7 @@ def _measure_(edit: Edit, made: list[_Recycled], same: SameFunction) -> None:
         seen[path] = x.mean(1), x.var(1, correction=int(x.shape[1] > 1))
 
     with evaluating(edit.model) as plain, ExitStack() as hooks:
-        modules = {site.path: site.module for site in sites(plain)}
+        modules = modules_at(plain)
         for path in {paths[id(norm)] for recycled in made for norm in recycled.norms}:
             hooks.enter_context(modules[path].register_forward_pre_hook(partial(record, path), with_kwargs=True))
         call(plain, same.example)

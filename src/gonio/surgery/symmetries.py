@@ -136,9 +136,8 @@ def block_symmetries(model: nn.Module, example: Any, *, traced: bool, taken: fro
         traced: whether the graph of the model says what it knows of activations.
         taken: the `id` of parameters that are left alone.
     """
-    with evaluating(model) as plain:
-        parameters = dict(plain.named_parameters())
-    found, trial = anatomy(model, example=example), OfBlocks(model, example, parameters)
+    found, trial = anatomy(model, example=example), OfBlocks(model, example)
+    parameters = trial.parameters
     left: dict[str, list[tuple[str, str]]] = {}
     able: list[list[Symmetry]] = []
     for why, options in _candidates(found):
@@ -280,18 +279,21 @@ class TwinTrial(ABC, Generic[Change]):
     what they do.
 
     Attributes:
+        parameters: those of the model by name.
         start: values of parameters with which the trials start, in the place of the model's own.
         least: a relative deviation of the outputs that is rounding in any case.
     """
 
     least = 0.0
 
-    def __init__(self, model: nn.Module, example: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.model, self.example, self.parameters = model, example, parameters
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self.model, self.example = model, example
+        with evaluating(model) as plain:
+            self.parameters = dict(plain.named_parameters())
         self._before: dict[bool, list[Tensor] | None] = {}
         random = generator(1, "symmetries")
         self.start: dict[str, Tensor] = {}
-        for name, p in parameters.items():
+        for name, p in self.parameters.items():
             value = p.detach()
             if value.numel() and why_not_dense(p) is None and bool((value == value.flatten()[0]).all()):
                 self.start[name] = value + 0.1 * torch.randn(

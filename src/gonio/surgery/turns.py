@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gonio.editing.twin import evaluating
 from gonio.editing.where import sites
 from gonio.errors import NotApplicableError, first_line, listing
 from gonio.execution import derivatives
@@ -143,8 +142,8 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirme
     that are only added up and normalised, position by position, before layers read them; it is left alone if anything
     else reads it. Each turn is tried with random matrices: the outputs in evaluation mode must stay.
     """
-    with evaluating(model) as plain:
-        parameters = dict(plain.named_parameters())
+    trial = _OfTurns(model, example)
+    parameters = trial.parameters
     stay: dict[str, str] = {}
     options: list[list[Turn]] = []
     scales: dict[Turn, Symmetry] = {}
@@ -164,7 +163,6 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirme
     for each in [each for each in options if (why := _why_not(each[0], parameters))]:
         options.remove(each)
         stay[each[0].name] = why
-    trial = _OfTurns(model, example, parameters)
     for name in gains:
         trial.start.pop(name, None)
     eps = trial.coarsest()
@@ -172,7 +170,7 @@ def turns_of(model: nn.Module, example: Any, kinds: Collection[str]) -> Confirme
     if options and trial.why_not:
         return Confirmed((), parameters, stay | {each[0].name: trial.why_not for each in options})
     scaled = [each for each in options if each[0] in scales]  # a clip that the run does not reach shows at large scales
-    held = confirmed(OfBlocks(model, example, parameters), [[scales[turn]] for turn, *_ in scaled])
+    held = confirmed(OfBlocks(model, example), [[scales[turn]] for turn, *_ in scaled])
     for each in [each for each, scale in zip(scaled, held, strict=True) if scale is None]:
         options.remove(each)
         stay[each[0].name] = _VALUES
