@@ -42,7 +42,7 @@ def linear(num_classes=3):
 
 class Broken(nn.Linear):
     def forward(self, x):
-        if self.training:
+        if self.training and len(x) > 2:  # not in the first step of a check, with a batch of 2
             raise RuntimeError("the network is broken")
         return super().forward(x)
 
