@@ -38,7 +38,7 @@ from gonio.measuring.reading.source import (
     of_damaged,
     optimizer_of,
 )
-from gonio.measuring.reading.stated import less_than_stated
+from gonio.measuring.reading.stated import two_values, unlike_stated
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -290,7 +290,9 @@ def check(
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     shapes = {name: shape for name, (shape, _) in own.items()}
     gaps = [] if adapters else missing_in_blocks(shapes, held.problems)
-    gaps += [] if adapters else less_than_stated(shapes, held.problems, beside)
+    gaps += [] if adapters else unlike_stated(shapes, held.problems, beside)
+    values = {tensor.name: (tensor.dtype, tensor.fingerprint) for tensor in tensors if not tensor.beside}
+    gaps += two_values(shapes, values, beside)
     gaps += without_values(own) if own or not (held.places or held.problems) else []
     states = optimizer_of(source)
     faults = faults_of(adapters, in_files)
