@@ -290,9 +290,10 @@ def around(files: Sequence[Path], *, of_folder: bool) -> Iterator[Problem]:
     """
     first = files[0]
     index = first if is_index(first) else Path(f"{first}.index.json")
-    single, shards = Path(str(index).removesuffix(".index.json")), shards_of([index] if index.is_file() else [])
+    single = Path(str(index).removesuffix(".index.json"))  # of the index of a variant, itself
+    shards = shards_of([index] if index.is_file() else [])
     there = [index.parent / shard for shard in sorted(shards) if (index.parent / shard).is_file()]
-    if of_folder and there and single.is_file() and single.name not in shards:
+    if of_folder and there and single != index and single.is_file() and single.name not in shards:
         names = {"single": plain(single.name), "index": plain(index.name), "read": plain(first.name)}
         said = say("{single} and {index} with shards are two models: {read} is read, other programs differ", **names)
         yield Problem("G703", single.name, said)
