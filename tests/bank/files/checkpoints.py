@@ -251,7 +251,7 @@ def saved_under_shards(folder: Path) -> File:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file(OTHER, folder / "model-00001-of-00001.safetensors")
     save_file(STATE, folder / "model.safetensors")
-    return File(source=folder, weights=WEIGHTS)
+    return File(source=folder, weights=WEIGHTS, fresh=False)
 
 
 def variant(folder: Path) -> File:

@@ -12,6 +12,8 @@ from gonio.measuring.reading.opened import Problem
 from gonio.messages import counted, say
 
 _TENSORS = 4  # that blocks have in common, at least
+_BEFORE_ALL = ("module", "base_model.model")  # of DataParallel and DDP, and of peft
+_INNER = "base_layer"  # of peft, around one layer; networks of other libraries have parts of this name, as DLA has
 _Blocks = Mapping[str, Mapping[str, set[str]]]
 
 
@@ -108,21 +110,20 @@ def wrapped(names: Iterable[str]) -> Iterator[Problem]:
         ['_orig_mod in the names of 2 of 2 tensors, which the model does not have: _orig_mod.fc.weight']
     """
     names = list(names)
-    of_all = [prefix for prefix in _PREFIXES if names and all(name.startswith(prefix) for name in names)]
-    of_parts = [part for part in sorted({*WRAPPERS, "base_layer"}) if any(part in name.split(".") for name in names)]
-    for part in (*of_all, *of_parts):
-        held = [name for name in names if name.startswith(part) or part in name.split(".")]
+    parts = {part: [name for name in names if part in name.split(".")] for part in sorted(WRAPPERS)}
+    parts |= {prefix: [name for name in names if name.startswith(f"{prefix}.")] for prefix in _BEFORE_ALL}
+    parts[_INNER] = [name for name in names if name.endswith((f".{_INNER}.weight", f".{_INNER}.bias"))]
+    for part, held in parts.items():
+        if not held or (part in _BEFORE_ALL and len(held) < len(names)):
+            continue
         said = say(
             "{part} in the names of {n} of {tensors}, which the model does not have: {name}",
-            part=part.removesuffix("."),
+            part=part,
             n=len(held),
             tensors=counted(len(names), "tensor"),
             name=plain(held[0], longest=200),
         )
         yield Problem("G718", "", said)
-
-
-_PREFIXES = ("module.", "base_model.model.")  # of DataParallel and DDP, and of peft
 
 
 def two_values(
@@ -136,6 +137,8 @@ def two_values(
         values: of each tensor its dtype, and a hash of its values or nothing.
     """
     if not (beside.causal and beside.vocabulary and beside.with_text.get("tie_word_embeddings") is True):
+        return
+    if beside.quantisation:  # whose scales have a row for each token, too
         return
     tables = [name for name, shape in shapes.items() if shape and len(shape) == 2 and shape[0] >= beside.vocabulary]
     if len(tables) != 2 or shapes[tables[0]] != shapes[tables[1]]:
