@@ -339,6 +339,33 @@ def test_an_adapter_that_does_not_fit_is_a_finding(change: str, said: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("lost", "options", "named"),
+    [
+        ("h.2.q.", {}, ["h.2.q.lora_A.weight", "h.2.q.lora_B.weight"]),
+        ("h.2.", {}, ["h.2"]),
+        ("none", {}, []),
+        ("h.2.q.", {"layers_to_transform": [0, 1, 3, 4]}, []),
+        ("h.2.q.", {"exclude_modules": ["h.2.q"]}, []),
+        ("h.2.q.", {"target_modules": "h.*"}, []),
+        ("h.2.q.", {"target_modules": ["v", "h.0.q"]}, []),
+        ("h.2.q.", {"peft_type": "ADALORA"}, []),
+    ],
+)
+def test_a_layer_of_one_block_that_lacks_its_adapter(
+    lost: str, options: dict[str, Any], named: list[str], tmp_path: Path
+) -> None:
+    """peft starts it from B = 0, and warns."""
+    state = {f"h.{n}.{path}.lora_{part}.weight": torch.randn(*size)
+             for n in range(5) for path in "qv" for part, size in (("A", (2, 8)), ("B", (8, 2)))}  # fmt: skip
+    kept = {f"base_model.model.{name}": tensor for name, tensor in state.items() if not name.startswith(lost)}
+    save_file(kept, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q", "v"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **options}))
+    for found in (check(tmp_path).findings, measure(tmp_path).findings):
+        assert [f.path for f in found if f.code == "G714"] == [f"base_model.model.{name}" for name in named]
+
+
+@pytest.mark.parametrize(
     ("options", "part", "shape", "tensor", "said"),
     [
         ({"use_dora": True}, "q.lora_magnitude_vector", (30,), "q", "the adapter has 30 norms for 40 filters"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,20 @@ def test_a_block_between_others_that_is_lost_and_one_that_is_not_stated_are_foun
     assert len(missed) < len(lost) / 4, missed  # blocks of several kinds
     assert len(longer) > 100
     assert len(unseen) < len(longer) / 4, unseen  # the same number is stated twice, or blocks of several kinds
+
+
+def test_adapters_of_any_layers_lack_none(zoo: Zoo) -> None:
+    choices, named = 0, []
+    for name, shapes, _, _ in zoo:
+        linear = [
+            key.removesuffix(".weight") for key, shape in shapes.items() if key.endswith(".weight") and len(shape) == 2
+        ]
+        times = Counter(path.rpartition(".")[2] for path in linear)
+        targets = [each for each, count in times.items() if count >= 4 and not each.isdecimal()][:12]
+        for chosen in (*combinations(targets, 2), targets):
+            adapted = [path for path in linear if path.rpartition(".")[2] in chosen]
+            factors = dict.fromkeys(f"{path}.lora_{part}.weight" for path in adapted for part in "AB")
+            choices += 1
+            named += [(name, chosen)] if [*gaps_in_blocks(factors)] else []
+    assert choices > 10_000
+    assert not named

@@ -25,7 +25,7 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
-from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
+from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, in_every_block, may_hold_adapters
 from gonio.measuring.reading.configurations import Configurations, stated_in
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
@@ -289,7 +289,7 @@ def check(
     in_files = None if isinstance(source, Mapping) else config
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     shapes = {name: shape for name, (shape, _) in own.items()}
-    gaps = [] if adapters else missing_in_blocks(shapes, held.problems)
+    gaps = missing_in_blocks(shapes, held.problems) if not adapters or in_every_block(config) else []
     gaps += [] if adapters else unlike_stated(shapes, held.problems, beside)
     values = {tensor.name: (tensor.dtype, tensor.fingerprint) for tensor in tensors if not tensor.beside}
     gaps += two_values(shapes, values, beside)

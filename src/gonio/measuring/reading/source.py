@@ -26,6 +26,7 @@ from gonio.measuring.reading.adapters import (
     adapters_in,
     entries_of_adapters,
     faults_of,
+    in_every_block,
     may_hold_adapters,
     stated_in_header,
 )
@@ -189,7 +190,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
-    gaps = [] if adapters else missing_in_blocks(shapes, opened.problems)
+    gaps = missing_in_blocks(shapes, opened.problems) if not adapters or in_every_block(about) else []
     gaps += [] if adapters else unlike_stated(shapes, opened.problems, beside)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
