@@ -203,6 +203,103 @@ def test_tables_of_tokens_are_counted_beside_a_configuration(
         assert [(each.path, each.found) for each in told.findings if each.code == "G717"] == expected
 
 
+CAUSAL = {"num_attention_heads": 2, "architectures": ["AForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "named"),
+    [
+        ({"num_hidden_layers": 4}, (), True),
+        ({"num_hidden_layers": 5}, (), False),
+        ({"num_hidden_layers": 4, "decoder_layers": 5}, (), False),  # of another list, which is stated too
+        ({"num_hidden_layers": 4, "layer_types": ["full"] * 5}, (), False),
+        ({"num_hidden_layers": 4, "num_experts": 5}, (), True),
+        ({"num_hidden_layers": 4}, ("h.4.eh_proj.weight",), False),  # for later tokens, as DeepSeek-V3 has it
+        ({"num_hidden_layers": 4, "architectures": ["AModel"]}, (), False),
+    ],
+)
+def test_more_blocks_than_stated(config: dict[str, object], more: tuple[str, ...], named: bool, tmp_path: Path) -> None:
+    tensors = blocks(5) | {name: seeded(8, 16, seed=99) for name in more}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**CAUSAL, **config}))
+    expected = [("h", "5 blocks, and the configuration states 4")] if named else []
+    for told in (gonio.check(tmp_path), gonio.measure(tmp_path)):
+        assert [(each.path, each.found) for each in told.findings if each.code == "G717"] == expected
+
+
+@pytest.mark.parametrize(
+    ("head", "config", "named"),
+    [
+        (seeded(50, 8, seed=1), {"tie_word_embeddings": True}, True),
+        (seeded(50, 8, seed=0), {"tie_word_embeddings": True}, False),  # one table, saved twice
+        (seeded(50, 8, seed=1), {"tie_word_embeddings": False}, False),
+        (seeded(50, 8, seed=1), {}, False),  # not said
+        (seeded(50, 8, seed=1), {"tie_word_embeddings": True, "quantization": {"bits": 4}}, False),
+        (seeded(50, 8, seed=0).double(), {"tie_word_embeddings": True}, False),  # not compared
+        (seeded(50, 9, seed=1), {"tie_word_embeddings": True}, False),  # another table
+        (seeded(50, 8, seed=1), {"tie_word_embeddings": True, "architectures": ["AModel"]}, False),
+    ],
+)
+def test_two_tables_of_tokens_where_one_is_stated(
+    head: torch.Tensor, config: dict[str, object], named: bool, tmp_path: Path
+) -> None:
+    save_file({"embed.weight": seeded(50, 8, seed=0), "head.weight": head}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**CAUSAL, "vocab_size": 50, **config}))
+    said = "it differs from embed.weight, and the configuration states that both are one"
+    told = [(each.path, each.found) for each in gonio.check(tmp_path).findings if each.code == "G717"]
+    assert told == ([("head.weight", said)] if named else [])
+
+
+@pytest.mark.parametrize(
+    ("before", "part"),
+    [
+        ("_orig_mod.{name}", "_orig_mod"),
+        ("module.{name}", "module"),
+        ("base_model.model.{name}", "base_model.model"),
+        ("a._fsdp_wrapped_module.{name}", "_fsdp_wrapped_module"),
+        ("a._checkpoint_wrapped_module.{name}", "_checkpoint_wrapped_module"),
+    ],
+)
+def test_names_of_wrappers_beside_a_configuration_of_transformers(before: str, part: str, tmp_path: Path) -> None:
+    names = {before.format(name=name): tensor for name, tensor in blocks(2).items()}
+    save_file(names, tmp_path / "model.safetensors")
+    said = f"{part} in the names of 10 of 10 tensors, which the model does not have: {next(iter(sorted(names)))}"
+    for config, expected in ((CAUSAL, [("", said)]), ({"model_type": "own"}, [])):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for told in (gonio.check(tmp_path), gonio.measure(tmp_path)):
+            assert [(each.path, each.found) for each in told.findings if each.code == "G718"] == expected
+    inner = {"h.base_layer.weight": torch.randn(8, 16), "h.base_layer.bias": torch.randn(8)}
+    save_file({**inner, "h.norm.weight": torch.randn(8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CAUSAL))
+    told = [each.found for each in gonio.check(tmp_path).findings if each.code == "G718"]
+    assert told == [
+        "base_layer in the names of 2 of 3 tensors, which the model does not have: h.base_layer.bias",
+    ]
+    some = {"module.h.weight": torch.randn(8, 16), "base_layer.0.weight": torch.randn(8, 16)}  # as DLA has
+    save_file(some, tmp_path / "model.safetensors")
+    assert "G718" not in {each.code for each in gonio.check(tmp_path).findings}
+
+
+@pytest.mark.parametrize(
+    ("kept", "named"),
+    [
+        ((0, 1, 3, 4), ["h.2"]),
+        ((0, 1, 2, 4), ["h.3"]),
+        ((0, 1, 2, 3), []),
+        ((0, 2, 3), []),  # too few
+        ((0, 2, 4, 6), []),  # every second one is of a layer without tensors
+        ((0, 1, 4, 5), []),
+    ],
+)
+def test_a_block_that_is_missing_between_others(kept: tuple[int, ...], named: list[str], tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in blocks(7).items() if int(name.split(".")[1]) in kept}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for told in (gonio.check(tensors), gonio.measure(tmp_path)):
+        assert [each.path for each in told.findings if each.code == "G714"] == named
+    tensors = {name: tensor for name, tensor in tensors.items() if name != "h.0.q.weight"}
+    assert "G714" not in {each.code for each in gonio.check(tensors).findings}  # blocks of two kinds
+
+
 def test_the_blocks_of_one_part_of_a_model_are_not_counted(tmp_path: Path) -> None:
     part = tmp_path / "model-00001-of-00002.safetensors"
     save_file(blocks(3), part)

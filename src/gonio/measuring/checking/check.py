@@ -25,7 +25,7 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
-from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, may_hold_adapters
+from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, in_every_block, may_hold_adapters
 from gonio.measuring.reading.configurations import Configurations, stated_in
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
@@ -38,7 +38,7 @@ from gonio.measuring.reading.source import (
     of_damaged,
     optimizer_of,
 )
-from gonio.measuring.reading.stated import less_than_stated
+from gonio.measuring.reading.stated import two_values, unlike_stated
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -289,8 +289,10 @@ def check(
     in_files = None if isinstance(source, Mapping) else config
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     shapes = {name: shape for name, (shape, _) in own.items()}
-    gaps = [] if adapters else missing_in_blocks(shapes, held.problems)
-    gaps += [] if adapters else less_than_stated(shapes, held.problems, beside)
+    gaps = missing_in_blocks(shapes, held.problems) if not adapters or in_every_block(config) else []
+    gaps += [] if adapters else unlike_stated(shapes, held.problems, beside)
+    values = {tensor.name: (tensor.dtype, tensor.fingerprint) for tensor in tensors if not tensor.beside}
+    gaps += two_values(shapes, values, beside)
     gaps += without_values(own) if own or not (held.places or held.problems) else []
     states = optimizer_of(source)
     faults = faults_of(adapters, in_files)

@@ -41,6 +41,7 @@ from gonio.measuring.reading.pickles import ARRAY, is_array, record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
 from gonio.measuring.reading.shards import (
     are_parts,
+    around,
     is_index,
     misplaced,
     missing_in,
@@ -127,6 +128,7 @@ def inventory(source: object) -> Inventory:
         raise absent(files[0])
     else:
         found = _of_index(files[0]) if is_index(files[0]) else _of_file(files[0])
+    found = replace(found, problems=(*found.problems, *around(files, of_folder=path.is_dir())))
     if not path.is_dir():
         return replace(found, notes=(*found.notes, *of_one_part(path)))
     if files[0] == path:

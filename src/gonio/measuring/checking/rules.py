@@ -91,7 +91,7 @@ def among_others(
     return tuple(map(with_rows, placed))
 
 
-for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714", "G715", "G716", "G717"):
+for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714", "G715", "G716", "G717", "G718"):
 
     @rule(_code, FILE_RULES)
     def _of_file(problem: Problem, code: str = _code) -> str | None:

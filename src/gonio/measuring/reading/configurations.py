@@ -18,6 +18,8 @@ CONFIGURATIONS = ("config.json", "adapter_config.json", "quantize_config.json", 
 LARGEST_JSON = 1 << 22  # bytes, of a configuration; names of 21,843 classes take about 2 MB
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")  # the last one is MLX's
 
+_OF_LAYERS = ("layer", "block", "depth")
+
 
 @dataclass(frozen=True)
 class Configurations:
@@ -71,14 +73,40 @@ class Configurations:
         return stated_in(self.with_text, ("vocab_size",))
 
     @property
+    def of_transformers(self) -> bool:
+        """Whether they name the class of a model of transformers, which loads tensors by its own names alone."""
+        return bool(self._architectures)
+
+    @property
+    def causal(self) -> bool:
+        """Whether the checkpoint is a whole language model of transformers."""
+        named = self._architectures
+        return self.whole and len(named) == 1 and str(named[0]).endswith("ForCausalLM")
+
+    @property
+    def _architectures(self) -> list[Any]:
+        named = self.config.get("architectures")
+        return named if isinstance(named, list) else []
+
+    @property
+    def numbers(self) -> set[int]:
+        """All whole numbers under a name that says layer, block or depth, and the lengths of all lists."""
+        found: set[int] = set()
+        left: list[tuple[str, Any]] = [("", self.config)]
+        while left:
+            name, value = left.pop()
+            found |= {value} if type(value) is int and any(word in name for word in _OF_LAYERS) else set()
+            found |= {len(value)} if isinstance(value, list) else set()
+            left += value.items() if isinstance(value, dict) else ()
+        return found
+
+    @property
     def tables(self) -> int:
         """The tables of tokens of a whole language model of transformers: 2 with one of its own for outputs, else 1.
 
         0 of other models, which may have any number.
         """
-        named = self.config.get("architectures")
-        causal = isinstance(named, list) and len(named) == 1 and str(named[0]).endswith("ForCausalLM")
-        if not (causal and self.whole):
+        if not self.causal:
             return 0
         return 2 if self.with_text.get("tie_word_embeddings") is False else 1
 

@@ -312,7 +312,7 @@ def _named(value: torch.dtype | torch.layout) -> str:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _RECURRENT = re.compile(r"(.*?)weight_(ih|hh|hr)(_l\d+(?:_reverse)?)?")
 TABLE = "linear or embedding"  # a matrix of a file that may be a table
 EMBEDDING = "embedding"  # one of which the format tells that it is a table
@@ -336,7 +336,7 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
         >>> clean_names(["module._orig_mod.fc.weight", "module.module.w"])
         {'module._orig_mod.fc.weight': 'fc.weight', 'module.module.w': 'module.w'}
     """
-    cleaned = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
+    cleaned = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names}
     names = list(cleaned)
     if names and all(name.startswith("module.") for name in cleaned.values()):
         cleaned = {name: kept.removeprefix("module.") for name, kept in cleaned.items()}

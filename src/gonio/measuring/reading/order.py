@@ -162,7 +162,8 @@ def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple
 
     A block between the first and the last one, which has nothing that the others lack, and of what all others have
     lacks one tensor or two. Blocks that are built in different ways differ in more, or not in a single one of them, or
-    in the size of the kernel that one lacks, as the steps of a pyramid of which one keeps the size of its input.
+    in the size of the kernel that one lacks, as the steps of a pyramid of which one keeps the size of its input. A
+    whole block is missing where one number is, between blocks that all have the same names.
 
     Args:
         shapes: of all tensors by name; None where it is not known.
@@ -185,7 +186,13 @@ def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple
                 lists[before][int(part)].add(own_name)
                 kernels[before, own_name] |= set() if shape is None else {tuple(shape[2:])}
     for before, blocks in lists.items():
-        numbers = sorted(blocks)
+        numbers, prefix = sorted(blocks), f"{before}." if before else ""
+        span = range(numbers[0], numbers[-1] + 1)
+        if len(numbers) >= _BLOCKS and len(span) == len(numbers) + 1:
+            first = blocks[numbers[0]]
+            if len(first) >= _TENSORS and all(names == first for names in blocks.values()):
+                yield f"{prefix}{next(number for number in span if number not in blocks)}", len(numbers)
+            continue
         if len(numbers) < _BLOCKS or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             continue
         times = Counter(name for block in blocks.values() for name in block)
@@ -195,5 +202,4 @@ def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple
             lacking, own = but_one - blocks[number], any(times[name] == 1 for name in blocks[number])
             alike = all(len(kernels[before, name]) <= 1 for name in lacking)
             if 0 < len(lacking) <= _MOST and everywhere + len(lacking) >= _TENSORS and not own and alike:
-                prefix = f"{before}." if before else ""
                 yield from ((f"{prefix}{number}.{name}", len(numbers) - 1) for name in sorted(lacking))

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path, PurePosixPath
@@ -255,6 +256,51 @@ def of_parts(files: Sequence[Path], times: Mapping[str, int]) -> Iterator[Proble
         yield Problem("G702", "", say("{count} of {expected} parts are there", count=len(there), expected=expected))
     yield from (Problem("G702", file.name, link_to_nothing(file) or said) for file in files if file not in there)
     yield from (Problem("G703", name, say("stored in {n} files", n=n)) for name, n in times.items() if n > 1)
+
+
+# Where transformers finds one of these, it does not look for an index; diffusers reads the index of its own first.
+_BEFORE_INDEX = frozenset(("model.safetensors", "pytorch_model.bin"))
+
+
+def shards_of(files: Iterable[Path]) -> set[str]:
+    """The names of the shards of the indices among these files."""
+    shards: set[str] = set()
+    for index in filter(is_index, files):
+        with suppress(GonioError):  # whoever reads the index says what is wrong with it
+            shards |= {*weight_map(index)[0].values()}
+    return shards
+
+
+def is_passed_over(index: Path) -> bool:
+    """Whether a file is an index beside the same model in one file, which is none of its shards and is read instead."""
+    single = index.with_name(index.name.removesuffix(".index.json"))
+    if not is_index(index) or single.name not in _BEFORE_INDEX or not single.is_file():
+        return False
+    return single.name not in shards_of([index])
+
+
+def around(files: Sequence[Path], *, of_folder: bool) -> Iterator[Problem]:
+    """What is wrong beside the files of a model: a second model in its folder, a download that has not ended.
+
+    transformers leaves an index where a model is saved again in one file, and that file where it is saved again in
+    shards. The first is harmless: no shard is left.
+
+    Args:
+        of_folder: whether the folder was named, not the file.
+    """
+    first = files[0]
+    index = first if is_index(first) else Path(f"{first}.index.json")
+    single = Path(str(index).removesuffix(".index.json"))  # of the index of a variant, itself
+    shards = shards_of([index] if index.is_file() else [])
+    there = [index.parent / shard for shard in sorted(shards) if (index.parent / shard).is_file()]
+    if of_folder and there and single != index and single.is_file() and single.name not in shards:
+        names = {"single": plain(single.name), "index": plain(index.name), "read": plain(first.name)}
+        said = say("{single} and {index} with shards are two models: {read} is read, other programs differ", **names)
+        yield Problem("G703", single.name, said)
+    for file in (*files, *(there if first == index else ())):
+        if Path(f"{file}.aria2").is_file():
+            said = say("its download has not ended: {name}.aria2 is beside it", name=plain(file.name))
+            yield Problem("G715", file.name, said)
 
 
 def are_parts(files: Sequence[Path], *, of_folder: bool) -> bool:

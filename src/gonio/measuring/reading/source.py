@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -27,6 +26,7 @@ from gonio.measuring.reading.adapters import (
     adapters_in,
     entries_of_adapters,
     faults_of,
+    in_every_block,
     may_hold_adapters,
     stated_in_header,
 )
@@ -65,16 +65,19 @@ from gonio.measuring.reading.shards import (
     OTHERS,
     PART,
     are_parts,
+    around,
     is_index,
+    is_passed_over,
     of_one_part,
     open_parts,
     open_shards,
     open_single,
+    shards_of,
     weight_map,
     without_key,
 )
 from gonio.measuring.reading.state_dicts import open_state, state_in
-from gonio.measuring.reading.stated import less_than_stated
+from gonio.measuring.reading.stated import unlike_stated
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.messages import Message, joined, say
 
@@ -187,8 +190,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
-    gaps = [] if adapters else missing_in_blocks(shapes, opened.problems)
-    gaps += [] if adapters else less_than_stated(shapes, opened.problems, beside)
+    gaps = missing_in_blocks(shapes, opened.problems) if not adapters or in_every_block(about) else []
+    gaps += [] if adapters else unlike_stated(shapes, opened.problems, beside)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)
@@ -347,12 +350,13 @@ def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, C
     if not path.is_dir():
         opened = replace(opened, notes=(*opened.notes, *of_one_part(path)))
     beside = Configurations.beside(files)
-    return replace(opened, problems=(*opened.problems, *beside.problems)), beside
+    problems = (*opened.problems, *beside.problems, *around(files, of_folder=path.is_dir()))
+    return replace(opened, problems=problems), beside
 
 
 def left_out(folder: Path, others: Iterable[Path], model: Iterable[Path]) -> tuple[Message, ...]:
     """A note on other files beside the model of a folder, and one on folders that have models of their own."""
-    shards = {folder / shard for shard in _shards_of(model)}
+    shards = {folder / shard for shard in shards_of(model)}
     files, folders = [plain(file.name) for file in others], folders_with_models(folder, without=shards)
     notes = [say("not read: {names}", names=listing(files, limit=4))] if files else []
     notes += [say("not read: models in the folders {names}", names=listing(folders, limit=4))] if folders else []
@@ -482,7 +486,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The one model of a folder, an index before single files, or its parts where the index is missing; other files.
+    """The one model of a folder, or its parts where the index is missing; other files.
+
+    An index comes before single files, except those that transformers reads before it.
 
     A folder of torch.distributed.checkpoint or of DeepSpeed is itself the one.
     """
@@ -490,7 +496,7 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
         return [folder], []
     every = sorted({file for pattern in _PATTERNS for file in folder.glob(pattern)})
     for pattern in _PATTERNS:
-        found = [file for file in every if file.match(pattern)]
+        found = [file for file in every if file.match(pattern) and not is_passed_over(file)]
         parts = [PART.fullmatch(file.name) for file in found]
         if len(found) == 1 or (all(parts) and len({(m[1], m[3], m[4]) for m in parts if m}) == 1):
             return found, _beside(every, found)
@@ -504,17 +510,8 @@ def files_in(folder: Path) -> tuple[list[Path], list[Path]]:
 
 def _beside(every: Iterable[Path], model: Collection[Path]) -> list[Path]:
     """The files of known kinds that are neither the model nor a shard that its index names."""
-    shards = _shards_of(model)
+    shards = shards_of(model)
     return [file for file in every if file not in model and file.name not in shards]
-
-
-def _shards_of(model: Iterable[Path]) -> set[str]:
-    """The names of the shards of a model that is stored by an index."""
-    shards: set[str] = set()
-    for index in filter(is_index, model):
-        with suppress(GonioError):  # whoever reads the index says what is wrong with it
-            shards |= {*weight_map(index)[0].values()}
-    return shards
 
 
 def files_read(source: Source) -> Iterator[tuple[str, Path]]:

@@ -1,45 +1,47 @@
-"""What the configuration beside a checkpoint states of its model, and the checkpoint lacks."""
+"""Where the tensors of a checkpoint are not those of the configuration beside it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from gonio.escaping import plain
 from gonio.measuring.reading.configurations import Configurations
+from gonio.measuring.reading.entry import WRAPPERS
 from gonio.measuring.reading.opened import Problem
 from gonio.messages import counted, say
 
 _TENSORS = 4  # that blocks have in common, at least
+_BEFORE_ALL = ("module", "base_model.model")  # of DataParallel and DDP, and of peft
+_INNER = "base_layer"  # of peft, around one layer; networks of other libraries have parts of this name, as DLA has
+_Blocks = Mapping[str, Mapping[str, set[str]]]
 
 
-def less_than_stated(
+def unlike_stated(
     shapes: Mapping[str, Sequence[int] | None], known: Iterable[Problem], beside: Configurations
 ) -> list[Problem]:
-    """A problem for a list of blocks that is too short, and one for tables of tokens that are too few.
+    """A problem for a list of blocks of another length, for tables of tokens that are too few, and for wrapped names.
 
     Args:
         shapes: of all tensors by name; None where it is not known.
         known: problems that are told already; the tensors that they name are missed no second time.
     """
     told = {name for problem in known for name in (problem.path, *problem.tensors)}
-    found = [] if beside.layers is None else [*fewer_blocks({*told, *shapes}, beside.layers)]
+    found = list(wrapped(shapes)) if beside.of_transformers else []
+    if beside.layers is not None:
+        lists = numbered({*told, *shapes})
+        found += fewer_blocks(lists, beside.layers)
+        found += more_blocks(lists, beside.layers, beside.numbers) if beside.causal else []
     return found if told else [*found, *fewer_tables(shapes, beside)]
 
 
-def fewer_blocks(names: Iterable[str], stated: int) -> Iterator[Problem]:
-    """A problem where the longest list of numbered blocks has fewer than the configuration states.
-
-    A list has two blocks or more, with four tensors or more in common. Nothing is said of one block that runs several
-    times, of blocks that are built in different ways, nor where the number is that of all lists together.
-
-    Args:
-        names: of all tensors, also of those whose values are not there.
+def numbered(names: Iterable[str]) -> _Blocks:
+    """The lists of numbered blocks, each by its path and with the names in each block; lists in blocks are not told.
 
     Example:
-        >>> from gonio.measuring.reading.stated import fewer_blocks
-        >>> names = [f"model.layers.{block}.{part}" for block in range(3) for part in ("q", "k", "v", "o")]
-        >>> list(fewer_blocks(names, 3)), [(each.path, each.found) for each in fewer_blocks(names, 4)]
-        ([], [('model.layers', '3 blocks, and the configuration states 4')])
+        >>> from gonio.measuring.reading.stated import numbered
+        >>> {path: dict(blocks) for path, blocks in numbered(["h.0.w", "h.1.w", "norm.w"]).items()}
+        {'h': {'0': {'w'}, '1': {'w'}}}
     """
     lists: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
@@ -47,11 +49,104 @@ def fewer_blocks(names: Iterable[str], stated: int) -> Iterator[Problem]:
         at = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)
         if at is not None:
             lists[".".join(parts[:at])][parts[at]].add(".".join(parts[at + 1 :]))
+    return lists
+
+
+def fewer_blocks(lists: _Blocks, stated: int) -> Iterator[Problem]:
+    """A problem where the longest list of numbered blocks has fewer than the configuration states.
+
+    A list has two blocks or more, with four tensors or more in common. Nothing is said of one block that runs several
+    times, of blocks that are built in different ways, nor where the number is that of all lists together.
+
+    Args:
+        lists: as :func:`numbered` gives them, also of tensors whose values are not there.
+
+    Example:
+        >>> from gonio.measuring.reading.stated import fewer_blocks, numbered
+        >>> lists = numbered(f"model.layers.{block}.{part}" for block in range(3) for part in ("q", "k", "v", "o"))
+        >>> list(fewer_blocks(lists, 3)), [(each.path, each.found) for each in fewer_blocks(lists, 4)]
+        ([], [('model.layers', '3 blocks, and the configuration states 4')])
+    """
     alike = {path for path, blocks in lists.items() if len(set.intersection(*blocks.values())) >= _TENSORS}
     path = max(lists, key=lambda each: len(lists[each]), default="")
     if path in alike and 1 < len(lists[path]) < stated != sum(len(lists[each]) for each in alike):
-        said = {"blocks": counted(len(lists[path]), "block"), "stated": stated}
-        yield Problem("G717", path, say("{blocks}, and the configuration states {stated}", **said))
+        yield _of_number(path, len(lists[path]), stated)
+
+
+def more_blocks(lists: _Blocks, stated: int, numbers: Iterable[int]) -> Iterator[Problem]:
+    """A problem where the longest list has more blocks than are stated, all like the last that is.
+
+    Blocks after those that are stated differ from them where they predict further tokens (DeepSeek-V3).
+
+    Args:
+        numbers: all that the configuration states of layers.
+
+    Example:
+        >>> from gonio.measuring.reading.stated import more_blocks, numbered
+        >>> lists = numbered(f"model.layers.{block}.{part}" for block in range(3) for part in ("q", "k", "v", "o"))
+        >>> list(more_blocks(lists, 3, [3])), [each.found for each in more_blocks(lists, 2, [2])]
+        ([], ['3 blocks, and the configuration states 2'])
+    """
+    path = max(lists, key=lambda each: len(lists[each]), default="")
+    blocks = lists.get(path, {})
+    if not 0 < stated < len(blocks) or len(blocks) in numbers:
+        return
+    last = blocks.get(str(stated - 1), set())
+    if len(last) >= _TENSORS and all(blocks.get(str(at)) == last for at in range(stated, len(blocks))):
+        yield _of_number(path, len(blocks), stated)
+
+
+def _of_number(path: str, blocks: int, stated: int) -> Problem:
+    said = say("{blocks}, and the configuration states {stated}", blocks=counted(blocks, "block"), stated=stated)
+    return Problem("G717", path, said)
+
+
+def wrapped(names: Iterable[str]) -> Iterator[Problem]:
+    """A problem for names that wrappers of torch and peft leave in a state dict, beside a model of transformers.
+
+    Example:
+        >>> from gonio.measuring.reading.stated import wrapped
+        >>> [each.found for each in wrapped(["_orig_mod.fc.weight", "_orig_mod.fc.bias"])]
+        ['_orig_mod in the names of 2 of 2 tensors, which the model does not have: _orig_mod.fc.weight']
+    """
+    names = list(names)
+    parts = {part: [name for name in names if part in name.split(".")] for part in sorted(WRAPPERS)}
+    parts |= {prefix: [name for name in names if name.startswith(f"{prefix}.")] for prefix in _BEFORE_ALL}
+    parts[_INNER] = [name for name in names if name.endswith((f".{_INNER}.weight", f".{_INNER}.bias"))]
+    for part, held in parts.items():
+        if not held or (part in _BEFORE_ALL and len(held) < len(names)):
+            continue
+        said = say(
+            "{part} in the names of {n} of {tensors}, which the model does not have: {name}",
+            part=part,
+            n=len(held),
+            tensors=counted(len(names), "tensor"),
+            name=plain(held[0], longest=200),
+        )
+        yield Problem("G718", "", said)
+
+
+def two_values(
+    shapes: Mapping[str, Sequence[int] | None], values: Mapping[str, tuple[str, str]], beside: Configurations
+) -> Iterator[Problem]:
+    """A problem where a language model states one table of tokens for inputs and outputs, and two differ.
+
+    transformers 5 keeps two, other programs and former versions read one of them.
+
+    Args:
+        values: of each tensor its dtype, and a hash of its values or nothing.
+    """
+    if not (beside.causal and beside.vocabulary and beside.with_text.get("tie_word_embeddings") is True):
+        return
+    if beside.quantisation:  # whose scales have a row for each token, too
+        return
+    tables = [name for name, shape in shapes.items() if shape and len(shape) == 2 and shape[0] >= beside.vocabulary]
+    if len(tables) != 2 or shapes[tables[0]] != shapes[tables[1]]:
+        return
+    (kind, value), (other_kind, other) = (values.get(name, ("", "")) for name in tables)
+    if value and other and kind == other_kind and value != other:
+        said = say("it differs from {name}, and the configuration states that both are one", name=plain(tables[0]))
+        yield Problem("G717", tables[1], said)
 
 
 def fewer_tables(shapes: Mapping[str, Sequence[int] | None], beside: Configurations) -> Iterator[Problem]:

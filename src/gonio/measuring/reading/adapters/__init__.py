@@ -136,6 +136,24 @@ def faults_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None) -> 
     return found
 
 
+_CHOOSE = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
+
+
+def in_every_block(config: Mapping[str, Any]) -> bool:
+    """Whether an `adapter_config.json` of LoRA names layers that are adapted in every block which has them.
+
+    Example:
+        >>> from gonio.measuring.reading.adapters import in_every_block
+        >>> names = ["q_proj"], ["layers.1.q_proj"]
+        >>> [in_every_block({"peft_type": "LORA", "target_modules": each}) for each in names]
+        [True, False]
+    """
+    named = config.get("target_modules")
+    if config.get("peft_type") != "LORA" or any(config.get(key) for key in _CHOOSE) or not isinstance(named, list):
+        return False
+    return all(isinstance(name, str) and not any(part.isdecimal() for part in name.split(".")) for name in named)
+
+
 # --- adapter_config.json ---------------------------------------------------------------------------------------------
 
 TYPES = ("LORA", "ADALORA", "OFT", "TRAINABLE_TOKENS")

@@ -13,7 +13,7 @@ from torch import Tensor
 from gonio.geometry import Layout
 from gonio.measuring.reading.adapters import UNKNOWN_SCALE, Adapter, AdapterConfig, Group, Unfit
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry
-from gonio.messages import joined, say
+from gonio.messages import Message, joined, say
 
 _NAMES = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora_embedding_A", "lora_embedding_B"))
 _KNOWN = {*(name for pair in _NAMES for name in pair), "lora_B.bias", "lora_E", "lora_mid", "lora_magnitude_vector"}
@@ -38,6 +38,8 @@ def adapters_of(group: Group, config: AdapterConfig, _: Mapping[str, StoredTenso
     if reason:
         return [group.refused("lora", reason)]
     try:
+        if misfit := _other_rank(group, config, names[0]):
+            return [group.refused("lora", misfit, fault=True)]
         scale, experts = _scale(group, down[0], config), _experts(group, config, down[0])
     except ValueError as error:
         scale, experts, reason = None, 1, str(error)
@@ -99,6 +101,20 @@ def _rank(group: Group, config: AdapterConfig) -> int | None:
     rank = _pattern("rank_pattern", group, config)
     rank = config.number("r") if rank is None else rank
     return int(rank) if rank is not None and 0 < rank <= group.parts["lora_A"].shape[0] else None
+
+
+def _other_rank(group: Group, config: AdapterConfig, first: str) -> Message | None:
+    """Why factors are not those of the configuration, which peft refuses; None where it does not state their rank.
+
+    AdaLoRA lowers ranks as it trains; an alpha in the file tells that the configuration is not what made it.
+    """
+    if _targets(group, config) or group.parts.keys() & {"alpha", "lora_E", "lora_mid"}:
+        return None
+    rank = _pattern("rank_pattern", group, config)
+    rank, own = config.number("r") if rank is None else rank, group.parts[first].shape[0]
+    if rank is None or rank == own:
+        return None
+    return say("its A and B have rank {rank}, and the configuration states {stated:g}", rank=own, stated=rank)
 
 
 def _experts(group: Group, config: AdapterConfig, rows: int) -> int:
