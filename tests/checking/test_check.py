@@ -318,6 +318,23 @@ def test_a_configuration_that_cannot_be_read_is_named(name: str, content: str, t
     assert {(each.code, each.path) for each in gonio.measure(tmp_path).findings} == {("G701", name)}
 
 
+STANDING_IN = {
+    "version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "it is a pointer of Git LFS, not the file itself",
+    "<!DOCTYPE html><html></html>": "it is a page of HTML, as a server sends instead of a file",
+}
+
+
+@pytest.mark.parametrize(("content", "said"), STANDING_IN.items(), ids=["pointer", "page"])
+def test_what_came_in_the_place_of_a_configuration_is_said(content: str, said: str, tmp_path: Path) -> None:
+    save_file(blocks(2), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(content)
+    assert [each.found for each in gonio.check(tmp_path).findings] == [said]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(UnreadableFileError, match=said):
+        gonio.check(index)
+
+
 @pytest.mark.parametrize(("kernels", "lacks"), [((4, 2, 1, 3), False), ((3, 3, 1, 3), True)])
 def test_a_step_of_a_pyramid_that_keeps_its_size_lacks_no_kernel(kernels: tuple[int, ...], lacks: bool) -> None:
     """Its neighbours have kernels of different sizes; where these are equal, theirs is the same layer."""

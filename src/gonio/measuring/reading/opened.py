@@ -236,7 +236,7 @@ def damaged(path: Path, error: BaseException) -> UnreadableFileError:
 TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # scripts of torch's own examples write model.pth.tar
 _KERAS, _ARRAYS = (".keras",), (".npz",)
 _SAFETENSORS, _GGUF, _HDF5 = (".safetensors",), (".gguf",), (".h5", ".hdf5", ".keras")
-_TELLING = frozenset((*TORCH, *_KERAS, *_ARRAYS, *_SAFETENSORS, *_GGUF, *_HDF5, ".onnx"))
+_TELLING = frozenset((*TORCH, *_KERAS, *_ARRAYS, *_SAFETENSORS, *_GGUF, *_HDF5, ".onnx", ".json"))
 
 
 def misnamed(path: Path) -> UnreadableFileError | None:
