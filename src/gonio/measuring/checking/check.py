@@ -8,7 +8,6 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -29,7 +28,7 @@ from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, in
 from gonio.measuring.reading.configurations import Configurations, stated_in
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
-from gonio.measuring.reading.opened import link_to_nothing, without_values
+from gonio.measuring.reading.opened import Watched, link_to_nothing, without_values
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import is_index
 from gonio.measuring.reading.source import (
@@ -260,7 +259,7 @@ def check(
         raise InvalidArgumentError("check(jobs=) takes a number of threads", f"{jobs}", "Pass 1 or more.")
     known = None if against is None else _fingerprints(against)
     held = with_codes(inventory(source))
-    stamps = _stamps(held.files)
+    watched = Watched(held.files)
     beside = Configurations.beside(held.files)
     contents = _contents(held, beside)
     if describe is not None:
@@ -278,9 +277,7 @@ def check(
         for place, tensor in zip(held.places, scanned, strict=True)
         if tensor.reason and not place.reason
     ]
-    now = _stamps(held.files)
-    changed = say("it changed while it was read; check it again when it is whole")
-    unread += [Problem("G701", file.name, changed) for file in held.files if stamps[file] != now[file]]
+    unread += watched.changed()
     adapters, config = _adapters(held, beside)
     parts = {part for adapter in adapters for part in adapter.parts}
     known_parts = [replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned]
@@ -306,16 +303,6 @@ def check(
     along = sorted(found, key=lambda finding: (rules[finding.code], places.get(finding.path, len(places))))
     findings = worst_first([*along, *of_norms(vectors_of(held)), *of_states])
     return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
-
-
-def _stamps(files: Sequence[Path]) -> dict[Path, tuple[int, ...] | None]:
-    """What tells that a file is another one than before, or was written to; None of a folder, or where it is gone."""
-    found: dict[Path, tuple[int, ...] | None] = dict.fromkeys(files)
-    for file in files:
-        with suppress(OSError):
-            about = file.stat()
-            found[file] = None if file.is_dir() else (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
-    return found
 
 
 def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[str]:

@@ -6,7 +6,7 @@ import errno
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import RawIOBase
@@ -35,6 +35,33 @@ class Problem:
     path: str
     found: str
     tensors: tuple[str, ...] = ()
+
+
+class Watched:
+    """Files as they are now, to be compared with what they are when all of them have been read.
+
+    Example:
+        >>> from gonio.measuring.reading.opened import Watched
+        >>> Watched([]).changed()
+        []
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._before = {file: _stamp(file) for file in files}
+
+    def changed(self) -> list[Problem]:
+        """A problem for each file that was replaced, written to or removed since."""
+        said = say("it changed while it was read; check it again when it is whole")
+        return [Problem("G701", file.name, said) for file, before in self._before.items() if _stamp(file) != before]
+
+
+def _stamp(file: Path) -> tuple[int, ...] | None:
+    """What tells that a file is another one than before, or was written to; None of a folder, or where it is gone."""
+    try:
+        about = file.stat()
+    except OSError:
+        return None
+    return None if file.is_dir() else (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 @dataclass
