@@ -188,9 +188,7 @@ def measure(
         )
     structure = _structure(source, batch, entries, figures)
     signals, silent = _signals(source, batch)
-    facts = None
-    if isinstance(source, nn.Module) and training is not None:
-        facts = ModelFacts.of(source, structure, signals, training, {t.path for t in tensors if t.kind == FACTOR})
+    facts = _facts(source, structure, signals, training, tensors)
     states, of_states, updates = judged_states(contents.optimizer)
     of_weights = findings_of(tensors, facts, structure.heads)
     found = [*of_weights, *of_entries(entries), *of_files([*contents.problems, *watched.changed()]), *of_states]
@@ -206,6 +204,19 @@ def measure(
         notes=(*(cached.notes if cached else ()), *contents.notes, *updates, *structure.notes, *silent),
         versions=versions(),
     )
+
+
+def _facts(
+    source: Source,
+    structure: Structure,
+    signals: tuple[Signal, ...],
+    training: TrainingFacts | None,
+    tensors: Sequence[TensorMeasurement],
+) -> ModelFacts | None:
+    """What a model tells beyond its tensors; None for a file."""
+    if not isinstance(source, nn.Module) or training is None:
+        return None
+    return ModelFacts.of(source, structure, signals, training, {t.path for t in tensors if t.kind == FACTOR})
 
 
 def _files(source: Source) -> list[Path]:

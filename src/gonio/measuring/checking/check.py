@@ -284,16 +284,9 @@ def check(
     tensors = among_others(known_parts, padding=beside.padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
-    own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
-    shapes = {name: shape for name, (shape, _) in own.items()}
-    gaps = missing_in_blocks(shapes, held.problems) if not adapters or in_every_block(config) else []
-    gaps += [] if adapters else unlike_stated(shapes, held.problems, beside)
-    values = {tensor.name: (tensor.dtype, tensor.fingerprint) for tensor in tensors if not tensor.beside}
-    gaps += two_values(shapes, values, beside)
-    gaps += without_values(own) if own or not (held.places or held.problems) else []
-    states = optimizer_of(source)
-    faults = faults_of(adapters, in_files)
-    problems = [*held.problems, *beside.problems, *of_damaged(states), *unread, *changes, *faults, *gaps]
+    states, faults = optimizer_of(source), faults_of(adapters, in_files)
+    problems = [*held.problems, *beside.problems, *of_damaged(states), *unread, *changes, *faults]
+    problems += _unlike_others(held, tensors, beside, None if not adapters else config)
     problems += _without_scale(tensors)
     problems += copied_layers(tensors, {place.name: place.address for place in held.places if place.address})
     rows, of_states, updates = judged_states(states, jobs=jobs, values=False)
@@ -303,6 +296,23 @@ def check(
     along = sorted(found, key=lambda finding: (rules[finding.code], places.get(finding.path, len(places))))
     findings = worst_first([*along, *of_norms(vectors_of(held)), *of_states])
     return CheckResult(name_of(source), contents, tensors, findings, (*notes, *states.notes, *updates), rows)
+
+
+def _unlike_others(
+    held: Inventory, tensors: Sequence[TensorCheck], beside: Configurations, adapting: Mapping[str, Any] | None
+) -> list[Problem]:
+    """What differs from other blocks and from the configuration, and what has no values.
+
+    Args:
+        adapting: the configuration of the adapters; None without any.
+    """
+    own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
+    shapes = {name: shape for name, (shape, _) in own.items()}
+    values = {tensor.name: (tensor.dtype, tensor.fingerprint) for tensor in tensors if not tensor.beside}
+    found = missing_in_blocks(shapes, held.problems) if adapting is None or in_every_block(adapting) else []
+    found += unlike_stated(shapes, held.problems, beside) if adapting is None else []
+    found += two_values(shapes, values, beside)
+    return [*found, *(without_values(own) if own or not (held.places or held.problems) else [])]
 
 
 def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[str]:
