@@ -124,7 +124,10 @@ After = Annotated[
     typer.Argument(help="Checkpoints or adapters: report their changes from the first.", metavar="AFTER"),
 ]
 OfCheckpoint = Annotated[
-    str | None, typer.Option(help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL")
+    str | None,
+    typer.Option(
+        help="The model of the checkpoint: measure its structure too, and with --batch its signals.", metavar="MODEL"
+    ),
 ]
 Base = Annotated[
     str | None,
