@@ -11,6 +11,7 @@ from cli.shell import COMMAND, invoke
 from gonio import measuring, models
 from gonio.cli.explain import Listed
 from gonio.lab import tasks
+from gonio.lab.tasks.built_in import SOURCES
 from gonio.recipes import built_in_names
 
 
@@ -22,7 +23,7 @@ def names(kind: str) -> list[str]:
 
 def test_every_name_is_listed() -> None:
     assert names("recipes") == built_in_names()
-    assert set(tasks.BUILT_IN) < set(names("tasks"))
+    assert names("tasks") == [*tasks.BUILT_IN, *SOURCES, "file.py:factory"]
     assert set(models.BUILT_IN) < set(names("models"))
     whole = invoke("list").stdout
     assert [line for line in whole.splitlines() if not line.startswith(" ")] == [f"{kind}:" for kind in Listed]

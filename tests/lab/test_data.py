@@ -205,6 +205,12 @@ def test_a_loader_without_length_and_a_function_without_loader() -> None:
         list(loaders().train.in_order(8))
 
 
+@pytest.mark.parametrize("name", ["validation", "test"])
+def test_a_function_for_a_judged_split_is_refused_before_any_run(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"a function for a split that is judged\. Give its data set"):
+        tiny(**{name: lambda size: DataLoader(Points(name), size)})
+
+
 def test_tensors_that_are_not_there_are_asked_for_in_vain() -> None:
     for split in (sets().train, loaders().train):
         with pytest.raises(InvalidArgumentError, match="as tensors in memory; found a data set or a loader"):

@@ -27,6 +27,10 @@ class Listed(StrEnum):
 
 
 _OTHER_TASKS = (
+    ("cifar10:FOLDER", "CIFAR-10 in its binary version, flipped and cropped while it trains."),
+    ("fashion-mnist:FOLDER", "A part of Fashion-MNIST at 14 × 14, from the four official files."),
+    ("fashion-mnist-full:FOLDER", "All of Fashion-MNIST at 28 × 28, from the four official files."),
+    ("text:FILE", "Windows of 128 bytes of a text."),
     ("torchvision:NAME:FOLDER", "An image data set of torchvision in a folder of this machine."),
     ("imagefolder:FOLDER", "Images in one folder per class."),
     ("file.py:factory", "A function of your own that returns a gonio.lab.Task."),

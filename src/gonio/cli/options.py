@@ -16,7 +16,12 @@ from gonio.messages import say, speak
 MODEL_HELP = "timm:NAME, torchvision:NAME, transformers:NAME, a built-in name, or file.py:factory"
 
 Recipe = Annotated[str, typer.Argument(help="A built-in recipe or a recipe file.", metavar="RECIPE")]
-Checkpoint = Annotated[str, typer.Argument(help="State dict of the model (.safetensors, .pt, .pth).", metavar="CKPT")]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        help="State dict of the model: .safetensors, .pt, …, an index of shards, or a folder.", metavar="CKPT"
+    ),
+]
 Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.", metavar="MODEL")]
 Output = Annotated[str, typer.Option("-o", "--output", help="Output file (.safetensors, .pt, .pth).", metavar="OUT")]
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.", min=0, max=2**62, metavar="N")]
@@ -119,7 +124,10 @@ After = Annotated[
     typer.Argument(help="Checkpoints or adapters: report their changes from the first.", metavar="AFTER"),
 ]
 OfCheckpoint = Annotated[
-    str | None, typer.Option(help="The model of the checkpoint: measure its layers and signals too.", metavar="MODEL")
+    str | None,
+    typer.Option(
+        help="The model of the checkpoint: measure its structure too, and with --batch its signals.", metavar="MODEL"
+    ),
 ]
 Base = Annotated[
     str | None,

@@ -39,7 +39,7 @@ _TUNED = (
 )
 
 
-_SOURCES: dict[str, Callable[[str], Task]] = {
+SOURCES: dict[str, Callable[[str], Task]] = {
     "cifar10:FOLDER": cifar10,
     "fashion-mnist:FOLDER": fashion_mnist,
     "fashion-mnist-full:FOLDER": fashion_mnist_full,
@@ -85,11 +85,11 @@ def resolve(spec: str) -> Task:
             )
         return task
     source, _, rest = spec.partition(":")
-    for form, make in _SOURCES.items():
+    for form, make in SOURCES.items():
         if rest and form.startswith(f"{source}:"):
             return make(rest)
     if spec not in BUILT_IN:
-        raise UnknownNameError("task", spec, [*BUILT_IN, *_SOURCES, "file.py:factory"], do=_data_set(spec))
+        raise UnknownNameError("task", spec, [*BUILT_IN, *SOURCES, "file.py:factory"], do=_data_set(spec))
     return BUILT_IN[spec]()
 
 

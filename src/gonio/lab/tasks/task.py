@@ -290,7 +290,7 @@ class LoaderSet(_Unloaded):
         return count - (last < smallest)
 
     def in_order(self, size: int, *, workers: int = 0) -> Iterator[Batch]:
-        raise _unpaired("a function for a split that is judged", "Give its data set, or a gonio.lab.Split.")
+        raise _judged_by_a_function()
 
     def take(self, indices: Sequence[int]) -> Batch:
         """The first examples, as many as there are indices."""
@@ -352,6 +352,10 @@ def examples_of(source: Any) -> Examples:
 def _unpaired(found: str, do: str) -> InvalidArgumentError:
     needs = "a split is tensors, a map-style data set, or, for training, a function that makes a DataLoader"
     return InvalidArgumentError(needs, found, do)
+
+
+def _judged_by_a_function() -> InvalidArgumentError:
+    return _unpaired("a function for a split that is judged", "Give its data set, or a gonio.lab.Split.")
 
 
 def shuffled_order(count: int, seed: int, epoch: int) -> Tensor:
@@ -487,7 +491,9 @@ class Task:
         object.__setattr__(self, "sesoi", float(self.sesoi))  # a number of NumPy cannot be stored in a plan
         self._check_metrics()
         for name, source in self.splits.items():
-            object.__setattr__(self, name, examples_of(source))
+            object.__setattr__(self, name, made := examples_of(source))
+            if name != "train" and isinstance(made, LoaderSet):
+                raise _judged_by_a_function()
         if self.augment is not None and not isinstance(self.train, Split):
             raise InvalidArgumentError(
                 "augment= takes all training inputs of an epoch as one tensor",
