@@ -185,7 +185,7 @@ def _costs(cases: tuple[str, ...], language: Language) -> str:
         large, small = by_case["ResNet-18", case], by_case["digits-network", case]
         memory = large["candidates"][0]["peak_mib"] / large["floor"]["peak_mib"]
         times = [row["candidates"][0]["wall"]["median"] for row in (large, small)]
-        shown = f"`{case.removesuffix(', add_grads_')}`" if "samples" in case else case.removesuffix(", add_grads_")
+        shown = re.sub(r", (add_grads_|samples=\d+)$", r" (`\1`)", case)
         name = shown if language is ENGLISH else language.words.get(case, shown)
         rows.append((name, f"×{times[0]:.2f}", f"×{memory:.2f}", f"×{times[1]:.2f}"))
     return _table(rows)

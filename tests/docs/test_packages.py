@@ -1,10 +1,11 @@
 """The notebook that installs gonio is that of the gallery and runs, and programs of the pages find the names that they
-import; the conda recipe requires what the wheel does."""
+import; the conda recipe requires what the wheel does, and CONTRIBUTING.md has a reason for each package."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import runpy
 import tomllib
 from pathlib import Path
@@ -18,7 +19,8 @@ import gonio
 from docs.pages import ROOT
 
 RECIPE = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text(encoding="utf-8"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = DECLARED["project"]
 CONDA = {"torch": "pytorch"}  # packages of another name
 
 
@@ -63,3 +65,18 @@ def test_the_recipe_has_the_version_and_the_requirements_of_the_wheel() -> None:
     assert RECIPE["about"]["summary"] == PROJECT["description"]
     (entry,) = (f"{name} = {where}" for name, where in PROJECT["scripts"].items())
     assert RECIPE["build"]["python"]["entry_points"] == [entry]
+
+
+def test_the_table_of_dependencies_has_each_package_with_its_group() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Dependencies")[2]
+    told: set[tuple[str, str]] = set()
+    for cell in re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]:
+        for names, group in re.findall(r"([\w\-, ]+?)(?: \(`(\w+)`\)|$)", cell):
+            told |= {(name.lower(), group) for name in names.strip(", ").split(", ")}
+    groups = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"], **DECLARED["dependency-groups"]}
+    assert told == {
+        (found[0].lower(), group)
+        for group, packages in groups.items()
+        for package in packages
+        if isinstance(package, str) and (found := re.match(r"[\w-]+", package)) and found[0] != "gonio"
+    }

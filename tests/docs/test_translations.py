@@ -97,6 +97,15 @@ def test_the_tables_are_those_of_the_results() -> None:
     assert stale == [], "run python docs/build_methods.py"
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_cost_tables_name_the_same_settings_in_both_languages(name: str) -> None:
+    pages = (ROOT / folder / "methods" / f"{name}.md" for folder in ("docs", "docs/zh"))
+    texts = (page.read_text(encoding="utf-8") for page in pages)
+    tables = (text.partition("<!-- cost -->")[2].partition("<!-- /cost -->")[0] for text in texts)
+    english, chinese = (re.findall(r"`(.*?)`", table) for table in tables)
+    assert english == chinese
+
+
 def test_every_method_page_has_the_same_parts() -> None:
     parts = {
         name: re.findall(r"^## (.*)", (ROOT / "docs" / "methods" / f"{name}.md").read_text("utf-8"), flags=re.M)

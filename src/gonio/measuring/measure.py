@@ -113,7 +113,7 @@ def measure(
         batch: an input of the model (a tensor, a tuple of arguments, or a dict of keyword arguments). With it
             the outputs of all layers and the gradients there are measured too, in evaluation mode: `signals`.
         loader: the data loader of the model's training, for advice on batch sizes. Nothing is drawn from it.
-        optimizer: of the model's training, for advice on weight decay.
+        optimizer: of the model's training, for advice on weight decay and on parameters that it does not have.
         base: for a source that holds low-rank adapters, the model that they adapt: then the adapted weights and their
             sums with the adapters are measured too.
         engine: `ray` distributes the tensors of one file, or of all files, over the Ray cluster to which this process

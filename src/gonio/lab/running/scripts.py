@@ -118,10 +118,10 @@ class Run:
         return self._applied
 
     def hold_(self, optimizer: Optimizer) -> Held | None:
-        """Hand over the optimizer, on whose steps the hold of the run's recipe acts; does nothing without a hold.
+        """Hand over the optimizer, on whose steps the hold and the clip of the run's recipe act, if it has them.
 
-        Call it after the optimizer is built and before its learning rate schedule; a recipe with a hold refuses the
-        first step otherwise. The radii are in the optimizer's state dict, so a checkpoint has them.
+        Call it after the optimizer is built and before its learning rate schedule; a recipe with one of them refuses
+        the first step otherwise. The radii are in the optimizer's state dict, so a checkpoint has them.
 
         Raises:
             InvalidArgumentError: `apply_` was not called in this process.
