@@ -124,3 +124,14 @@ def test_transformers_is_named_where_its_methods_cannot_find_a_tied_weight() -> 
     assert model.lm_head.weight is model.transformer.wte.weight
     text = str(gonio.parametrize_(model, P.Sphere(), where="*.c_attn"))
     assert "tie_weights" not in text  # no tied weight is selected
+
+
+def test_matrices_under_other_names_are_noted() -> None:
+    """`init_` said so of them, `parametrize_` left them out without a word."""
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.LSTM(8, 8))
+    said = "in_proj_weight of MultiheadAttention layers stay as they are: parametrize them with tensor="
+    edited = gonio.parametrize_(model, P.Sphere())
+    assert said in edited.notes
+    assert any(note.startswith("weight_ih_l0, weight_hh_l0 of LSTM layers stay") for note in edited.notes)
+    edited.undo_()
+    assert said not in gonio.parametrize_(model, P.Sphere(), where=nn.Linear).notes

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, NoMatchError, NotApplicableError
 from gonio.execution import loaded
-from gonio.messages import say
+from gonio.messages import Message, say
 
 
 class Selector(ABC):
@@ -415,6 +415,28 @@ def left_out(
     selector = as_selector(where)
     matched = [site for site in sites(model) if site.matches(selector) and _has_matrix(site.module, tensor)]
     return {site.path: why for site in matched if (why := why_not(site, can_act)) is not None}
+
+
+def further_matrices(model: nn.Module, can_act: Callable[[nn.Module, str], str | None]) -> list[Message]:
+    """The matrices of attention and recurrent layers that a call for the tensor `weight` leaves out, for a note.
+
+    Args:
+        can_act: of a module and a tensor's name, why the verb cannot act on it.
+
+    Example:
+        >>> from gonio.editing.where import further_matrices
+        >>> from gonio.surgery.init import can_act
+        >>> print(*further_matrices(nn.MultiheadAttention(8, 2), can_act))
+        in_proj_weight of MultiheadAttention layers
+    """
+    matrices: dict[str, list[str]] = {}
+    for module in model.modules():
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
+            names = [name for name in module._parameters if name != "weight" and can_act(module, name) is None]
+            matrices.setdefault(type(module).__name__, names)
+    return [
+        say("{names} of {kind} layers", names=", ".join(names), kind=kind) for kind, names in matrices.items() if names
+    ]
 
 
 def why_not(site: Site, can_act: Callable[[nn.Module], str | None]) -> str | None:

@@ -15,7 +15,7 @@ from gonio import init
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.memory import memory_key
 from gonio.editing.twin import without_wrappers
-from gonio.editing.where import Site, Where, at, left_out, refuse_flat_shards, select
+from gonio.editing.where import Site, Where, at, further_matrices, left_out, refuse_flat_shards, select
 from gonio.errors import InvalidArgumentError, NotApplicableError, check_range, closest
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, layout_of, matrix_view, why_not_dense
@@ -121,7 +121,8 @@ def init_(
             edit.changed(site.path, joined([call, _set_bias_(edit, site, tensor, bias, done)], ""))
         edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
         if tensor == "weight" and where is None:
-            _note_further_matrices(edit)
+            for what in further_matrices(model, can_act):
+                edit.note(say("{what} stay as they are: initialise them with tensor=", what=what))
     return edit.done()
 
 
@@ -221,18 +222,6 @@ def can_act(module: nn.Module, tensor: str = "weight") -> str | None:
     if weight.is_meta:
         return "its weight is on the meta device; materialise the model first"
     return None if has_filters(module, tensor) else "its weight is not a stack of filters"
-
-
-def _note_further_matrices(edit: Edit) -> None:
-    """Note the matrices of attention and recurrent layers that a call for "weight" leaves out."""
-    matrices: dict[str, list[str]] = {}
-    for module in edit.model.modules():
-        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)):
-            names = [n for n in module._parameters if n != "weight" and can_act(module, n) is None]
-            matrices.setdefault(type(module).__name__, names)
-    for kind, names in matrices.items():
-        what = say("{names} of {kind} layers", names=", ".join(names), kind=kind)
-        edit.note(say("{what} stay as they are: initialise them with tensor=", what=what))
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import check_optimizer, note_added, update_optimizer_
-from gonio.editing.where import Site, Where, at, left_out, refuse_shards, select, sites, unwrapped
+from gonio.editing.where import Site, Where, at, further_matrices, left_out, refuse_shards, select, sites, unwrapped
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NotApplicableError
 from gonio.geometry.views import has_filters, why_not_dense
 from gonio.messages import say
@@ -91,6 +91,8 @@ def parametrize_(
             edit.note(say("call gonio.fold_ before save_pretrained: from_pretrained builds a model without this edit"))
         edit.note_adapters()
         edit.note_stays(left_out(model, where, can_act=able, tensor=tensor))
+        for what in further_matrices(model, can_act) if tensor == "weight" and where is None else ():
+            edit.note(say("{what} stay as they are: parametrize them with tensor=", what=what))
         if optimizer is None:
             note_added(edit)
     return edit.done()
