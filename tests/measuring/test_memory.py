@@ -30,8 +30,10 @@ def peak():
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 """
 MEASURE = """
+gonio.measure({"w.weight": torch.randn(600, 700)})  # what is imported late
+before = peak()
 found = gonio.measure(sys.argv[1])
-print(len(found.layers), peak())
+print(len(found.layers), peak() - before)
 """
 MANY_FILTERS = """
 found = gonio.measure({"w.weight": torch.randn(300_000, 2)})
@@ -56,19 +58,19 @@ def printed(program: str, *files: Path) -> list[int]:
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 @pytest.mark.parametrize("shape", [(16_384, 4096), (4096, 16_384), (80_000_000,), (2, 40_000_000)])
-def test_memory_stays_below_twice_the_largest_tensor_and_300_mb(
+def test_a_measurement_holds_little_beside_twice_the_largest_tensor(
     shape: tuple[int, ...], suffix: str, tmp_path: Path
 ) -> None:
-    """The whole process, Python and torch included."""
+    """Beside Python and torch, which take 200 to 350 MB."""
     state = {f"{i}.weight": torch.randn(shape).bfloat16() for i in range(4)}
     largest = state["0.weight"].nbytes
     path = tmp_path / f"m.{suffix}"
     save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
     del state
-    layers, peak = printed(MEASURE, path)
+    layers, more = printed(MEASURE, path)
     assert layers == (4 if len(shape) > 1 else 0)
     room = 256 << 20 if suffix == "pt" else 0  # what torch's map of the file may hold before it is made anew
-    assert peak <= 2 * largest + 300e6 + room
+    assert more <= 2 * largest + 64e6 + room
 
 
 def test_a_comparison_holds_little_beside_the_two_files(tmp_path: Path) -> None:
