@@ -155,7 +155,10 @@ FILES: dict[str, tuple[Callable[[Path], Path], str | Verdict | None]] = {
     "no dtype": (raw(header({"w": {"shape": [2], "data_offsets": [0, 8]}}, b"\x00" * 8)), INTACT),
     "metadata of another kind": (raw(header({"__metadata__": {"a": [1]}, **tensor()}, DATA)), INTACT),
     "a page of HTML": (raw(b"<!DOCTYPE html><html>404</html>"), "it is a page of HTML"),
-    "a pointer to large storage": (raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"), "a pointer of Git LFS, not the file itself"),
+    "a pointer to large storage": (
+        raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "a pointer of Git LFS",
+    ),
     "well": (raw(header(tensor(), struct.pack("<4f", 1, 0, 0, 1))), Verdict("w")),
     "padded": (raw(header(json.dumps(tensor()).encode() + b"   ", struct.pack("<4f", 1, 0, 0, 1))), Verdict("w")),
     "no dimension": (raw(header(tensor(shape=[], data_offsets=[0, 4]), b"\x00" * 4)), Verdict("w", "no filters")),
