@@ -318,6 +318,27 @@ def test_a_configuration_that_cannot_be_read_is_named(name: str, content: str, t
     assert {(each.code, each.path) for each in gonio.measure(tmp_path).findings} == {("G701", name)}
 
 
+@pytest.mark.parametrize("word", [".", "./", "../kept"])
+def test_a_folder_is_called_by_its_name(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that is kept says of what it is."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    save_file(blocks(2), folder / "model.safetensors")
+    monkeypatch.chdir(folder)
+    for found in (gonio.check(word), gonio.measure(word)):
+        assert found.source == (word if word.strip("./") else "kept")
+
+
+def test_a_page_tells_facts_from_figures_with_a_level_of_chance(tmp_path: Path) -> None:
+    tensors = blocks(3)
+    tensors["h.1.q.weight"] = tensors["h.1.q.weight"][:1].expand(8, -1).clone()  # one direction
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_hidden_layers": 4}')
+    page = gonio.measure(tmp_path).to_html()
+    assert "Never by chance: names and shapes are counted" in page
+    assert "By chance: mean squared cosine" in page
+
+
 STANDING_IN = {
     "version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "it is a pointer of Git LFS, not the file itself",
     "<!DOCTYPE html><html></html>": "it is a page of HTML, as a server sends instead of a file",

@@ -132,7 +132,12 @@ def name_of(source: Source) -> str:
     """The name of the source in tables."""
     if isinstance(source, nn.Module):
         return type(source).__name__
-    return redact(os.fspath(source)) if isinstance(source, (str, os.PathLike)) else "state dict"
+    if not isinstance(source, (str, os.PathLike)):
+        return "state dict"
+    given = os.fspath(source)
+    if given and not given.strip("./\\"):  # . and .., which tell nothing on a page that is kept
+        given = Path(given).resolve().name or given
+    return redact(given)
 
 
 def contents_of(source: Source, base: Source | None = None) -> Contents:

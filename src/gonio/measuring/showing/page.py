@@ -129,9 +129,18 @@ def _by_rule(findings: Sequence[Finding], rows: Mapping[str, str]) -> tuple[Rule
         key = (one.code, one.level, one.do, one.chance)
         places.setdefault(key, []).append(Occurrence(f"f{i}", rows.get(one.path, ""), one.path, one.found))
     return tuple(
-        RuleFindings(code, level, RULES[code].text.title if code in RULES else "", do, chance, tuple(found))
+        RuleFindings(
+            code, level, RULES[code].text.title if code in RULES else "", do, _by_chance(code, chance), tuple(found)
+        )
         for (code, level, do, chance), found in places.items()
     )
+
+
+def _by_chance(code: str, chance: str) -> Message:
+    """What random weights have, or why a rule that reads facts finds nothing by chance."""
+    if code in RULES and not RULES[code].text.chance:
+        return say("Never by chance: {why}", why=chance)
+    return say("By chance: {chance}", chance=chance)
 
 
 def measured_lanes(tensors: Sequence[TensorMeasurement]) -> list[Lane]:
