@@ -54,7 +54,7 @@ _STATE = threading.Lock()
 def state_kept(devices: Sequence[torch.device | int] | None = ()) -> Iterator[None]:
     """Whatever the block draws, the global generators of the CPU and of these devices are as before afterwards.
 
-    None for all devices of the accelerator.
+    None for all devices of the accelerator, if it has generators.
 
     As :func:`torch.random.fork_rng`, which can stop for good where two threads enter it: torch reads a state under a
     lock of its own, and may wait there for the interpreter, which the other thread keeps while it waits for that lock.
@@ -67,6 +67,8 @@ def state_kept(devices: Sequence[torch.device | int] | None = ()) -> Iterator[No
         >>> torch.equal(before, torch.get_rng_state())
         True
     """
+    if devices is None and not hasattr(torch.get_device_module(), "get_rng_state"):
+        devices = ()  # as of a device that is out of torch's tree
     kept = torch.random.fork_rng(None if devices is None else [*devices])
     with _STATE:
         kept.__enter__()
