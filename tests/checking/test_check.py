@@ -173,16 +173,8 @@ LACKS = "1 table of 50 tokens, and the configuration states 2"
     ("tables", "config", "found"),
     [
         (("embed", "head"), {"tie_word_embeddings": False}, ()),
-        (
-            ("embed",),
-            {"tie_word_embeddings": False},
-            ("embed.weight", LACKS),
-        ),
-        (
-            ("head",),
-            {"tie_word_embeddings": False},
-            ("head.weight", LACKS),
-        ),
+        (("embed",), {"tie_word_embeddings": False}, ("embed.weight", LACKS)),
+        (("head",), {"tie_word_embeddings": False}, ("head.weight", LACKS)),
         (("embed",), {"tie_word_embeddings": True}, ()),
         (("embed",), {}, ()),  # not said
         ((), {}, ("", "0 tables of 50 tokens, and the configuration states 1")),
@@ -268,14 +260,14 @@ def test_names_of_wrappers_beside_a_configuration_of_transformers(before: str, p
         (tmp_path / "config.json").write_text(json.dumps(config))
         for told in (gonio.check(tmp_path), gonio.measure(tmp_path)):
             assert [(each.path, each.found) for each in told.findings if each.code == "G718"] == expected
-    inner = {"h.base_layer.weight": torch.randn(8, 16), "h.base_layer.bias": torch.randn(8)}
-    save_file({**inner, "h.norm.weight": torch.randn(8)}, tmp_path / "model.safetensors")
+    inner = {"h.base_layer.weight": seeded(8, 16), "h.base_layer.bias": seeded(8)}
+    save_file({**inner, "h.norm.weight": seeded(8, seed=1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CAUSAL))
     told = [each.found for each in gonio.check(tmp_path).findings if each.code == "G718"]
     assert told == [
         "base_layer in the names of 2 of 3 tensors, which the model does not have: h.base_layer.bias",
     ]
-    some = {"module.h.weight": torch.randn(8, 16), "base_layer.0.weight": torch.randn(8, 16)}  # as DLA has
+    some = {"module.h.weight": seeded(8, 16), "base_layer.0.weight": seeded(8, 16, seed=1)}  # as DLA has
     save_file(some, tmp_path / "model.safetensors")
     assert "G718" not in {each.code for each in gonio.check(tmp_path).findings}
 

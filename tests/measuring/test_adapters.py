@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from catalog import seeded
 from foreign import torchvision
 from gonio.errors import InvalidArgumentError
 from gonio.measuring import TensorMeasurement, check, difference, measure
@@ -355,7 +356,7 @@ def test_a_layer_of_one_block_that_lacks_its_adapter(
     lost: str, options: dict[str, Any], named: list[str], tmp_path: Path
 ) -> None:
     """peft starts it from B = 0, and warns."""
-    state = {f"h.{n}.{path}.lora_{part}.weight": torch.randn(*size)
+    state = {f"h.{n}.{path}.lora_{part}.weight": seeded(*size, seed=n)
              for n in range(5) for path in "qv" for part, size in (("A", (2, 8)), ("B", (8, 2)))}  # fmt: skip
     kept = {f"base_model.model.{name}": tensor for name, tensor in state.items() if not name.startswith(lost)}
     save_file(kept, tmp_path / "adapter_model.safetensors")

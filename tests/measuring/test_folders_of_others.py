@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gonio
+from catalog import seeded
 from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.measuring.changes.difference import difference
 
@@ -51,7 +52,7 @@ def sharded(folder: Path, state: dict[str, torch.Tensor], stem: str = "model", k
     return [folder / shard for shard in names.values()]
 
 
-OLD = {"a.weight": torch.randn(8, 6), "b.weight": torch.randn(4, 8)}
+OLD = {"a.weight": seeded(8, 6), "b.weight": seeded(4, 8)}
 NEW = {name: 2 * tensor for name, tensor in OLD.items()}
 
 

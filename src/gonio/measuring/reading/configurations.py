@@ -79,7 +79,7 @@ class Configurations:
 
     @property
     def causal(self) -> bool:
-        """Whether the checkpoint is a whole language model of transformers."""
+        """Whether the checkpoint is all of a model whose class `config.json` names …ForCausalLM, as of transformers."""
         named = self._architectures
         return self.whole and len(named) == 1 and str(named[0]).endswith("ForCausalLM")
 

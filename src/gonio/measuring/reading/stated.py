@@ -68,7 +68,7 @@ def fewer_blocks(lists: _Blocks, stated: int) -> Iterator[Problem]:
         ([], [('model.layers', '3 blocks, and the configuration states 4')])
     """
     alike = {path for path, blocks in lists.items() if len(set.intersection(*blocks.values())) >= _TENSORS}
-    path = max(lists, key=lambda each: len(lists[each]), default="")
+    path = _longest(lists)
     if path in alike and 1 < len(lists[path]) < stated != sum(len(lists[each]) for each in alike):
         yield _of_number(path, len(lists[path]), stated)
 
@@ -87,13 +87,17 @@ def more_blocks(lists: _Blocks, stated: int, numbers: Iterable[int]) -> Iterator
         >>> list(more_blocks(lists, 3, [3])), [each.found for each in more_blocks(lists, 2, [2])]
         ([], ['3 blocks, and the configuration states 2'])
     """
-    path = max(lists, key=lambda each: len(lists[each]), default="")
+    path = _longest(lists)
     blocks = lists.get(path, {})
     if not 0 < stated < len(blocks) or len(blocks) in numbers:
         return
     last = blocks.get(str(stated - 1), set())
     if len(last) >= _TENSORS and all(blocks.get(str(at)) == last for at in range(stated, len(blocks))):
         yield _of_number(path, len(blocks), stated)
+
+
+def _longest(lists: _Blocks) -> str:
+    return max(lists, key=lambda path: len(lists[path]), default="")
 
 
 def _of_number(path: str, blocks: int, stated: int) -> Problem:
