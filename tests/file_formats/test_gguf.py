@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import gonio
+from catalog import seeded
 from file_formats.cases import STATE, assert_equal_figures, codes, fuzz
 from gonio.errors import MissingExtraError, UnreadableFileError
 from gonio.measuring.reading import gguf_files
@@ -233,3 +234,60 @@ def has_package() -> bool:
     except ImportError:
         return False
     return True
+
+
+def a_language_model(blocks: int, rows: int, width: int = 8) -> dict[str, Tensor]:
+    parts = ("attn_q", "attn_k", "attn_output", "ffn_down")
+    shapes = {f"blk.{block}.{part}.weight": (width, width) for block in range(blocks) for part in parts}
+    shapes |= {"token_embd.weight": (rows, width), "output_norm.weight": (width,)}
+    return {name: seeded(*shape, seed=number) for number, (name, shape) in enumerate(shapes.items())}
+
+
+def keys_of(kind: str = "", tokens: int = 6, **numbers: int) -> list[bytes]:
+    """Metadata of an architecture `own`, the numbers under its name."""
+    keys = [text("general.architecture") + struct.pack("<I", 8) + text("own")]
+    keys += [text("general.type") + struct.pack("<I", 8) + text(kind)] if kind else []
+    keys += [text(f"own.{name}") + struct.pack("<II", 4, number) for name, number in numbers.items()]
+    return [*keys, text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, tokens) + text("a") * tokens]
+
+
+FEWER = ("blk", "3 blocks, and the header states 4")
+NARROW = ("", "no tensor is 16 wide, as the header states")
+SHORT = ("token_embd", "6 rows, and the header lists 7 tokens")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (keys_of(block_count=3, embedding_length=8), []),
+        (keys_of(block_count=4), [FEWER]),
+        (keys_of("model", block_count=4), [FEWER]),
+        (keys_of(block_count=4, nextn_predict_layers=1), []),  # which may be left out
+        (keys_of("mmproj", block_count=4, embedding_length=16), []),
+        (keys_of("adapter", tokens=7, block_count=4), []),
+        (keys_of(block_count=3, embedding_length=16), [NARROW]),
+        (keys_of(tokens=7), [SHORT]),
+        (keys_of(tokens=5), []),  # rows that fill up the table
+        (KEYS, []),
+    ],
+)
+def test_the_header_is_held_against_the_tensors(
+    tmp_path: Path, keys: list[bytes], expected: list[tuple[str, str]]
+) -> None:
+    """llama.cpp refuses such a file; without its last block it was "Intact"."""
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(parts_of(a_language_model(3, 6)), keys=keys))
+    for found in (gonio.check(tmp_path / "m.gguf"), gonio.measure(tmp_path / "m.gguf")):
+        assert [(each.path, each.found) for each in found.findings if each.code == "G717"] == expected
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_header_of_the_first_part_is_that_of_all(tmp_path: Path, lost: bool) -> None:
+    state = parts_of(a_language_model(4, 6))
+    halves = [state[:6], [*state[6:12], *state[16:]] if lost else state[6:]]
+    for number, (part, keys) in enumerate(zip(halves, [keys_of(block_count=4), []], strict=True)):
+        (tmp_path / f"m-0000{number + 1}-of-00002.gguf").write_bytes(gguf_bytes(part, keys=keys))
+    for found in (gonio.check(tmp_path), gonio.measure(tmp_path)):
+        told = [(each.path, each.found) for each in found.findings if each.code == "G717"]
+        assert told == ([FEWER] if lost else [])
+    first = gonio.check(tmp_path / "m-00001-of-00002.gguf")
+    assert "G717" not in [each.code for each in first.findings]

@@ -310,7 +310,7 @@ def _unlike_others(
     shapes = {name: shape for name, (shape, _) in own.items()}
     values = {tensor.name: (tensor.dtype, tensor.fingerprint) for tensor in tensors if not tensor.beside}
     found = missing_in_blocks(shapes, held.problems) if adapting is None or in_every_block(adapting) else []
-    found += unlike_stated(shapes, held.problems, beside) if adapting is None else []
+    found += unlike_stated(shapes, held.problems, beside, held.header) if adapting is None else []
     found += two_values(shapes, values, beside)
     return [*found, *(without_values(own) if own or not (held.places or held.problems) else [])]
 

@@ -35,7 +35,7 @@ from gonio.measuring.reading.entry import (
     stored_entries,
 )
 from gonio.measuring.reading.formats import ENDINGS, stored_weights
-from gonio.measuring.reading.opened import CutOff, Opened, Problem, fill, gaps, intact
+from gonio.measuring.reading.opened import CutOff, HeaderFacts, Opened, Problem, fill, gaps, intact
 from gonio.measuring.reading.optimizers import in_memory, optimizers_in
 from gonio.measuring.reading.pickles import ARRAY, is_array, record_start
 from gonio.measuring.reading.safetensors_files import DTYPES, texts_of
@@ -97,7 +97,8 @@ class Inventory:
 
     Attributes:
         places: its tensors. `problems`: of its files. `notes`: remarks. `files`: their names.
-        metadata: texts of a header. `objects`: names of what the model's state dict holds that is no tensor.
+        metadata: texts of a header. `header`: what it states of the model.
+        objects: names of what the model's state dict holds that is no tensor.
     """
 
     places: tuple[Place, ...]
@@ -106,6 +107,7 @@ class Inventory:
     files: tuple[Path, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
+    header: HeaderFacts | None = None
 
 
 def inventory(source: object) -> Inventory:
@@ -228,7 +230,9 @@ def _of_parts(files: list[Path]) -> Inventory:
     problems += of_parts(files, Counter(place.name for found in held.values() for place in found.places))
     places = tuple(place for found in held.values() for place in found.places)
     note = "the parts have no index: a missing tensor cannot be noticed"
-    return Inventory(places, tuple(problems), (note,), tuple(filter(Path.is_file, files)))
+    there, headers = tuple(filter(Path.is_file, files)), (found.header for found in held.values())
+    header = next((each for each in headers if each is not None), None)
+    return Inventory(places, tuple(problems), (note,), there, header=header)
 
 
 def _of_index(index: Path) -> Inventory:
@@ -442,7 +446,7 @@ def _of_opened(path: Path, opened: Opened) -> Inventory:
     places += [
         Place(other.name, path.name, other.dtype, other.shape or (), reason=other.reason) for other in opened.others
     ]
-    return Inventory(tuple(places), opened.problems, opened.notes, (path,))
+    return Inventory(tuple(places), opened.problems, opened.notes, (path,), header=opened.header)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ References: ggml-org/ggml, docs/gguf.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor
 from gonio.errors import UnreadableFileError, import_extra
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, read_tensor
+from gonio.measuring.reading.opened import HeaderFacts, Listing, Opened, gaps, intact, read_tensor
 
 _PLAIN = {0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16"}
 # Name, entries of a block and its bytes, of each type that has blocks; ggml.h and ggml-common.h.
@@ -59,6 +59,9 @@ _BLOCKS: dict[int, tuple[str, int, int]] = {
 }
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_TOKENS = "tokenizer.ggml.tokens"
+_KEYS = frozenset(("general.alignment", "general.architecture", "general.type", "split.tensors.count", _TOKENS))
+_NUMBERS = (".block_count", ".nextn_predict_layers", ".embedding_length")  # after the architecture
 _MOST_DIMS = 4  # GGML_MAX_DIMS
 _DEPTH = 4  # of arrays in arrays
 _CHUNK = 1 << 20  # entries that are dequantised together
@@ -115,7 +118,26 @@ def open_gguf(path: Path) -> Opened:
     found.problems += [*found.cut.problems(), *gaps(sorted(ends), data, path.name, alignment=alignment)]
     architecture = keys.get("general.architecture")
     notes = (f"general.architecture is {plain(architecture, longest=80)}",) if isinstance(architecture, str) else ()
-    return found.opened(*notes)
+    return replace(found.opened(*notes), header=_facts(keys))
+
+
+def _facts(keys: Mapping[str, Any]) -> HeaderFacts | None:
+    """What the keys state of a language model; None of an adapter, a projector, or a later part of several."""
+    architecture = keys.get("general.architecture")
+    if not isinstance(architecture, str) or keys.get("general.type", "model") != "model":
+        return None
+
+    def number(key: str) -> int | None:
+        return keys[key] if type(keys.get(key)) is int else None
+
+    tokens = keys.get(_TOKENS)
+    return HeaderFacts(
+        number(f"{architecture}.block_count"),
+        number(f"{architecture}.nextn_predict_layers") or 0,
+        number(f"{architecture}.embedding_length"),
+        tokens.stop if isinstance(tokens, range) else None,  # its len ends at 2⁶³
+        number("split.tensors.count"),
+    )
 
 
 def _check_version(path: Path, start: bytes) -> None:
@@ -145,7 +167,7 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], list[_Info], int]:
     for _ in range(count):
         name = _text(file, numbers)
         value = _value(file, numbers, numbers("I")[0], 0)
-        if name in ("general.alignment", "general.architecture"):
+        if name in _KEYS or name.endswith(_NUMBERS):
             keys[name] = value
     alignment = keys["general.alignment"]
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
@@ -174,7 +196,7 @@ def _text(file: BinaryIO, numbers: Callable[[str], tuple[Any, ...]]) -> str:
 
 
 def _value(file: BinaryIO, numbers: Callable[[str], tuple[Any, ...]], kind: int, depth: int) -> Any:
-    """The value of a key; arrays are passed over."""
+    """The value of a key; an array is passed over, and a range of its length stands for it."""
     if kind in _FORMATS:
         return numbers(_FORMATS[kind])[0]
     if kind == _STRING:
@@ -184,10 +206,10 @@ def _value(file: BinaryIO, numbers: Callable[[str], tuple[Any, ...]], kind: int,
     of, count = numbers("IQ")
     if of in _FORMATS:
         file.seek(count * struct.calcsize(f"<{_FORMATS[of]}"), 1)
-        return None
+        return range(count)
     for _ in range(count):
         _value(file, numbers, of, depth + 1)
-    return None
+    return range(count)
 
 
 def _size(info: _Info, alignment: int) -> tuple[int, str]:

@@ -37,6 +37,23 @@ class Problem:
     tensors: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class HeaderFacts:
+    """What the header of a file states of the model in it; None of what it does not state.
+
+    Attributes:
+        layers: its blocks; `optional`: the number of those that may be left out, as of layers that predict further
+            tokens. `width`: of the vectors between them. `vocabulary`: the tokens.
+        tensors: of all parts together, of a model in several files.
+    """
+
+    layers: int | None = None
+    optional: int = 0
+    width: int | None = None
+    vocabulary: int | None = None
+    tensors: int | None = None
+
+
 class Watched:
     """Files as they are now, to be compared with what they are when all of them have been read.
 
@@ -109,7 +126,7 @@ class Opened:
         problems: what is wrong with the files, as far as it is seen without reading values.
         refusal: why it cannot be told which tensors are the model's; then all are `beside`.
         optimizer: the states of optimizers, parameter by parameter.
-        metadata: texts in the header of a single file.
+        metadata: texts in the header of a single file. `header`: what it states of the model.
     """
 
     stored: dict[str, StoredTensor]
@@ -120,6 +137,7 @@ class Opened:
     refusal: InvalidArgumentError | None = None
     optimizer: OptimizerContents = field(default_factory=OptimizerContents)
     metadata: dict[str, str] = field(default_factory=dict)
+    header: HeaderFacts | None = None
 
     @property
     def names(self) -> list[str]:
@@ -138,6 +156,7 @@ class Opened:
             {name: tensor for part in reversed(parts) for name, tensor in part.beside.items()},
             tuple(problem for part in parts for problem in part.problems),
             optimizer=sum((part.optimizer for part in parts), OptimizerContents()),
+            header=next((part.header for part in parts if part.header is not None), None),
         )
 
 

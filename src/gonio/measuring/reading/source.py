@@ -196,7 +196,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
     gaps = missing_in_blocks(shapes, opened.problems) if not adapters or in_every_block(about) else []
-    gaps += [] if adapters else unlike_stated(shapes, opened.problems, beside)
+    gaps += [] if adapters else unlike_stated(shapes, opened.problems, beside, opened.header)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)

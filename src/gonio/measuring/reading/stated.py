@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from gonio.escaping import plain
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import WRAPPERS
-from gonio.measuring.reading.opened import Problem
+from gonio.measuring.reading.opened import HeaderFacts, Problem
 from gonio.messages import counted, say
 
 _TENSORS = 4  # that blocks have in common, at least
 _BEFORE_ALL = ("module", "base_model.model")  # of DataParallel and DDP, and of peft
 _INNER = "base_layer"  # of peft, around one layer; networks of other libraries have parts of this name, as DLA has
+_INCOMPLETE = ("G701", "G702")  # then not all names are known
+_INPUTS = "token_embd.weight"  # the table of tokens, by the names that GGUF has
 _Blocks = Mapping[str, Mapping[str, set[str]]]
 
 
 def unlike_stated(
-    shapes: Mapping[str, Sequence[int] | None], known: Iterable[Problem], beside: Configurations
+    shapes: Mapping[str, Sequence[int] | None],
+    known: Iterable[Problem],
+    beside: Configurations,
+    header: HeaderFacts | None = None,
 ) -> list[Problem]:
     """A problem for a list of blocks of another length, for tables of tokens that are too few, and for wrapped names.
 
     Args:
         shapes: of all tensors by name; None where it is not known.
         known: problems that are told already; the tensors that they name are missed no second time.
+        header: what the file itself states.
     """
+    known = list(known)
     told = {name for problem in known for name in (problem.path, *problem.tensors)}
     found = list(wrapped(shapes)) if beside.of_transformers else []
+    if header is not None and beside.whole and not any(problem.code in _INCOMPLETE for problem in known):
+        found += unlike_header(shapes, header)
     if beside.layers is not None:
         lists = numbered({*told, *shapes})
         found += fewer_blocks(lists, beside.layers)
@@ -128,6 +138,39 @@ def wrapped(names: Iterable[str]) -> Iterator[Problem]:
             name=plain(held[0], longest=200),
         )
         yield Problem("G718", "", said)
+
+
+def unlike_header(shapes: Mapping[str, Sequence[int] | None], header: HeaderFacts) -> Iterator[Problem]:
+    """A problem where the tensors of a file are not those that its own header states.
+
+    Of a file with two blocks or more, with four tensors or more in common: drafts and projectors have other tables.
+
+    Example:
+        >>> from gonio.measuring.reading.opened import HeaderFacts
+        >>> from gonio.measuring.reading.stated import unlike_header
+        >>> shapes = {f"blk.{block}.{part}": (8, 8) for block in range(3) for part in ("q", "k", "v", "o")}
+        >>> for header in (HeaderFacts(3, width=8), HeaderFacts(4, width=16)):
+        ...     [problem.found for problem in unlike_header(shapes, header)]
+        []
+        ['3 blocks, and the header states 4', 'no tensor is 16 wide, as the header states']
+    """
+    lists = numbered(shapes)
+    blocks = lists.get(_longest(lists), {})
+    whole = header.tensors is None or len(shapes) >= header.tensors
+    if len(blocks) < 2 or len(set.intersection(*blocks.values())) < _TENSORS or not whole:
+        return
+    if header.layers is not None and len(blocks) < header.layers - header.optional:
+        for problem in fewer_blocks(lists, header.layers):
+            told = {"blocks": counted(len(lists[problem.path]), "block"), "stated": header.layers}
+            yield replace(problem, found=say("{blocks}, and the header states {stated}", **told))
+    sides = {side for shape in shapes.values() for side in shape or ()}
+    if header.width and header.width not in sides and None not in shapes.values():
+        yield Problem("G717", "", say("no tensor is {width} wide, as the header states", width=header.width))
+    table = shapes.get(_INPUTS)
+    if header.vocabulary and table and len(table) == 2 and table[0] < header.vocabulary:
+        told = {"rows": counted(table[0], "row"), "vocabulary": header.vocabulary}
+        path = _INPUTS.removesuffix(".weight")
+        yield Problem("G717", path, say("{rows}, and the header lists {vocabulary:,} tokens", **told))
 
 
 def two_values(
