@@ -549,3 +549,22 @@ def test_threads_that_edit_hold_and_train() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_an_optimizer_whose_step_calls_another_is_as_it_was_after_the_last_watch() -> None:
+    class Nested(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = nn.Linear(3, 2)
+    held, other = Nested(model.parameters(), lr=0.1), Nested(nn.Linear(3, 2).parameters(), lr=0.1)
+    before = set(vars(held)), set(vars(other))
+    edit = gonio.hold_(model, held)
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        held.step()
+        other.step()
+    assert "step" in vars(held)
+    edit.undo_()
+    assert set(vars(held)) == before[0]
+    assert set(vars(other)) == before[1]  # of which no watch is

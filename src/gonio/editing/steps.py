@@ -102,9 +102,15 @@ def _replace_step_(optimizer: Any, step: Any, plain: str) -> None:
     optimizer.step = MethodType(function, optimizer)
 
 
-def _has_step(optimizer: Any, step: Any) -> bool:
+def _restore_step_(optimizer: Any, step: Any, plain: str) -> None:
+    """Take a function out of the place of an optimizer's `step`, if it is there."""
     function = getattr(vars(optimizer).get("step"), "__func__", None)
-    return getattr(function, "__code__", None) is step.__code__
+    if getattr(function, "__code__", None) is not step.__code__:
+        return
+    del optimizer.step
+    replaced = vars(optimizer).pop(plain)
+    if optimizer.step != replaced:  # it had a `step` of its own
+        optimizer.step = replaced
 
 
 def watch(
@@ -289,11 +295,8 @@ def _set(optimizer: Any, watches: list[_Watch]) -> None:
         vars(optimizer)[_WATCHES] = _Watches(sorted(watches, key=lambda each: not each.measures))
     else:
         vars(optimizer).pop(_WATCHES, None)
-        if _has_step(optimizer, _observed_step):
-            del optimizer.step
-            plain = vars(optimizer).pop(_PLAIN_STEP)
-            if optimizer.step != plain:  # it had a `step` of its own
-                optimizer.step = plain
+        _restore_step_(optimizer, _whole_step, _PARTS_STEP)  # the outer one of the two
+        _restore_step_(optimizer, _observed_step, _PLAIN_STEP)
 
 
 def computes_gradients(optimizer: Optimizer) -> bool:
@@ -303,7 +306,7 @@ def computes_gradients(optimizer: Optimizer) -> bool:
 
 def _before_step(optimizer: Optimizer, given: Sequence[Any], named: Mapping[str, Any]) -> None:
     if not torch.compiler.is_compiling():  # it follows neither caches nor weak references
-        if _may_nest(type(optimizer)):  # type: ignore[arg-type]
+        if _is_counted(optimizer) and _may_nest(type(optimizer)):  # type: ignore[arg-type]
             _replace_step_(optimizer, _whole_step, _PARTS_STEP)
             _DEPTHS[optimizer] = _DEPTHS.get(optimizer, 0) + 1
             if _DEPTHS[optimizer] > 1:
@@ -325,6 +328,11 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
             each.after(optimizer)
 
 
+def _is_counted(optimizer: Optimizer) -> bool:
+    """Whether a watch acts at the ends of this optimizer's steps, or is of it alone; others may act twice in a step."""
+    return bool(_get(optimizer)) or any(each.after is not None for each in _OF_ALL)
+
+
 @functools.cache
 def _may_nest(kind: type) -> bool:
     """Whether the step of a class may call that of a base class, around which torch calls the hooks once more."""
@@ -339,6 +347,8 @@ def _whole_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return vars(optimizer)[_PARTS_STEP](*args, **kwargs)
     finally:
         _DEPTHS.pop(optimizer, None)
+        if not _is_counted(optimizer):
+            _restore_step_(optimizer, _whole_step, _PARTS_STEP)
 
 
 _PARTS_STEP = "_gonio_parts_step"  # the attribute of an optimizer
