@@ -141,6 +141,33 @@ def test_blocks_that_are_built_in_other_ways_lack_nothing(count: int, lost: tupl
     assert not found({name: tensor for name, tensor in blocks(count).items() if name not in lost})
 
 
+@pytest.mark.parametrize("block", [0, 2, 4])
+def test_a_matrix_that_one_block_stores_transposed_is_named(block: int, tmp_path: Path) -> None:
+    name = f"h.{block}.up.weight"
+    tensors = blocks(5) | {f"h.{each}.up.weight": seeded(24, 16, seed=each) for each in range(5)}
+    assert not found(tensors)
+    tensors[name] = tensors[name].T.contiguous()
+    assert found(tensors) == {("G714", name)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    measured = gonio.measure(tmp_path / "model.safetensors").findings
+    said = "it is 16×24, and transposed in 4 blocks like it"
+    assert [(each.path, each.found) for each in measured if each.code == "G714"] == [(name, said)]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(24, 16)] * 2 + [(16, 24)],  # too few blocks
+        [(24, 16)] * 3 + [(16, 24)] * 2,  # every second one
+        [(24, 16)] * 4 + [(20, 16)],  # pruned
+        [(24, 16)] * 3 + [(20, 16), (16, 24)],  # of several sizes
+    ],
+)
+def test_blocks_of_other_shapes_are_not_called_transposed(shapes: list[tuple[int, int]]) -> None:
+    ups = {f"h.{each}.up.weight": seeded(*shape, seed=each) for each, shape in enumerate(shapes)}
+    assert not {each for each in found(blocks(len(shapes)) | ups) if each[0] == "G714"}
+
+
 @pytest.mark.parametrize(
     ("kept", "config", "codes"),
     [

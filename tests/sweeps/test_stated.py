@@ -14,7 +14,7 @@ import torch
 
 from foreign import transformers
 from gonio.measuring.reading.configurations import Configurations
-from gonio.measuring.reading.order import gaps_in_blocks
+from gonio.measuring.reading.order import gaps_in_blocks, turned_in_blocks
 from gonio.measuring.reading.stated import numbered, two_values, unlike_stated
 from gonio.surgery.stated import LAYERS
 
@@ -120,3 +120,7 @@ def test_adapters_of_any_layers_lack_none(zoo: Zoo) -> None:
             named += [(name, chosen)] if [*gaps_in_blocks(factors)] else []
     assert choices > 10_000
     assert not named
+
+
+def test_no_architecture_has_a_matrix_that_is_called_transposed(zoo: Zoo) -> None:
+    assert {name: list(found) for name, shapes, _, _ in zoo if (found := dict(turned_in_blocks(shapes)))} == {}

@@ -140,6 +140,7 @@ def in_depth_order(shapes: Mapping[str, Sequence[int]], vocabulary: int | None =
 _BLOCKS = 4  # at least so many, of which the first and the last may differ
 _TENSORS = 4  # that the others have in common, at least: a block is more than one layer
 _MOST = 2  # that one block lacks
+_Times = tuple[Sequence[int] | None, int]  # a shape, and how often it is there
 _DIGITS = 6  # of the number of a block
 
 
@@ -154,7 +155,51 @@ def missing_in_blocks(shapes: Mapping[str, Sequence[int] | None], known: Iterabl
     return [
         Problem("G714", name, say("not there, and in {blocks} like it", blocks=counted(others, "block")))
         for name, others in gaps_in_blocks({**dict.fromkeys(told), **shapes})
+    ] + [
+        Problem("G714", name, say("it is {shape}, and transposed in {blocks} like it", shape=shape, blocks=blocks))
+        for name, shape, blocks in (
+            (name, "×".join(map(str, shapes[name] or ())), counted(others, "block"))
+            for name, others in dict(turned_in_blocks(shapes)).items()
+        )
     ]
+
+
+def turned_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple[str, int]]:
+    """The matrices of one block that have the sides of those of all others in the other order, each with their number.
+
+    Four blocks or more, with the same names and four tensors at least, have all other shapes in common. Square matrices
+    are not told.
+
+    Example:
+        >>> from gonio.measuring.reading.order import turned_in_blocks
+        >>> parts = {"q.weight": (4, 4), "k.weight": (4, 4), "up.weight": (8, 4), "up.bias": (8,)}
+        >>> shapes = {f"h.{block}.{part}": shape for block in range(4) for part, shape in parts.items()}
+        >>> list(turned_in_blocks(shapes)), list(turned_in_blocks({**shapes, "h.3.up.weight": (4, 8)}))
+        ([], [('h.3.up.weight', 3)])
+    """
+    lists: dict[str, dict[str, dict[str, Sequence[int] | None]]] = defaultdict(lambda: defaultdict(dict))
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        for at, part in enumerate(parts[:-1]):
+            if part.isdecimal() and len(part) <= _DIGITS:
+                lists[".".join(parts[:at])][part][".".join(parts[at + 1 :])] = shape if shape is None else tuple(shape)
+    for before, blocks in lists.items():
+        names = next(iter(blocks.values())).keys()
+        if len(blocks) < _BLOCKS or len(names) < _TENSORS or any(block.keys() != names for block in blocks.values()):
+            continue
+        times = {name: Counter(block[name] for block in blocks.values()).most_common() for name in names}
+        turned = {name: found for name, found in times.items() if len(found) > 1}
+        if not all(_is_turned(*found) for found in turned.values()):
+            continue
+        for name, ((_, others), (shape, _)) in turned.items():
+            number = next(number for number, block in blocks.items() if block[name] == shape)
+            yield ".".join(part for part in (before, number, name) if part), others
+
+
+def _is_turned(usual: _Times, *unusual: _Times) -> bool:
+    """Whether one matrix has the shape of all others in the other order."""
+    (shape, _), (other, times) = usual, unusual[0]
+    return len(unusual) == times == 1 and shape is not None and len(shape) == 2 and other == tuple(reversed(shape))
 
 
 def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple[str, int]]:
