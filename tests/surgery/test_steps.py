@@ -556,6 +556,7 @@ def test_an_optimizer_whose_step_calls_another_is_as_it_was_after_the_last_watch
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
+    gc.collect()  # penalties of other tests, which watch all optimizers
     model = nn.Linear(3, 2)
     held, other = Nested(model.parameters(), lr=0.1), Nested(nn.Linear(3, 2).parameters(), lr=0.1)
     before = set(vars(held)), set(vars(other))
