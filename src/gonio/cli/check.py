@@ -14,6 +14,8 @@ from gonio.errors import InvalidArgumentError, MissingExtraError, UnreadableFile
 from gonio.messages import say
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from gonio.measuring import CheckResult
 
 Paths = Annotated[
@@ -26,6 +28,10 @@ Save = Annotated[
 Against = Annotated[
     str | None, typer.Option("--against", help="Report what differs from the fingerprints in FILE.", metavar="FILE")
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Report what the checkpoint lacks, or has too much, for this model.", metavar="MODEL"),
+]
 Jobs = Annotated[int | None, typer.Option(help="Number of threads; by default one per core, at most 8.", min=1)]
 FailOn = Annotated[options.Level, typer.Option(help="Exit with 1 if there is a finding of this level or above.")]
 
@@ -35,6 +41,7 @@ def check(
     *,
     save_to: Save = None,
     against: Against = None,
+    model: Model = None,
     jobs: Jobs = None,
     json: options.Json = None,
     fail_on: FailOn = "warn",
@@ -44,7 +51,7 @@ def check(
     Finds damaged, missing, overlapping and cut-off tensors, NaN and infinity, zero, constant and equal rows, and
     tensors far from those of other layers. No code in a file runs.
     """
-    from gonio.cli.inputs import in_cache
+    from gonio.cli.inputs import build_empty, in_cache
 
     if len(paths) > 1 and (save_to or against):
         option = "--save" if save_to else "--against"
@@ -53,11 +60,12 @@ def check(
             say("{count} of them", count=len(paths)),
             "Check them one by one.",
         )
-    check_folders({"save": save_to, "json": json}, [*paths, against])
+    check_folders({"save": save_to, "json": json}, [*paths, against, model])
+    built = None if model is None else build_empty(model)
     results, unread = [], 0
     for path in [in_cache(path) or path for path in paths]:
         try:
-            results.append(_checked(path, against, jobs))
+            results.append(_checked(path, against, built, jobs))
         except (UnreadableFileError, MissingExtraError, OSError) as error:
             if len(paths) == 1:
                 raise
@@ -78,7 +86,7 @@ def check(
         raise typer.Exit(ExitCode.FINDING)
 
 
-def _checked(path: str, against: str | None, jobs: int | None) -> CheckResult:
+def _checked(path: str, against: str | None, model: nn.Module | None, jobs: int | None) -> CheckResult:
     """The check of one checkpoint, with its progress."""
     from gonio import measuring
 
@@ -86,6 +94,7 @@ def _checked(path: str, against: str | None, jobs: int | None) -> CheckResult:
         return measuring.check(
             path,
             against=against,
+            model=model,
             jobs=jobs,
             progress=update,
             describe=lambda contents: update.about(

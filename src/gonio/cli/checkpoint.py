@@ -20,11 +20,12 @@ from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFil
 from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import StoredTensor, clean_names
+from gonio.measuring.reading.fitting import common_prefix, compared, shapes_of
 from gonio.measuring.reading.opened import intact
 from gonio.measuring.reading.shards import KINDS, is_index
 from gonio.measuring.reading.source import absent, files_in, open_files
 from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
-from gonio.messages import Message, counted, joined, say
+from gonio.messages import counted, joined, say
 from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
 
@@ -153,13 +154,14 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
     own, state = model.state_dict(keep_vars=True), checkpoint.state
     if not own.keys() & state.keys():
         state = {clean: state[name] for name, clean in clean_names(state).items()}
-        state = _without_prefix(state, own)
+        start = common_prefix(state, own)
+        state = {name.removeprefix(start): tensor for name, tensor in state.items()}
     known = {id(own[name]): tensor for name, tensor in state.items() if name in own}
     tied = {name: known[id(tensor)] for name, tensor in own.items() if id(tensor) in known}
     try:
         model.load_state_dict({**tied, **state}, strict=True)
     except (RuntimeError, TypeError, ValueError) as error:
-        found = _differs(model.state_dict(), checkpoint.state) or f"{error!s:.300}"
+        found = compared(shapes_of(own), shapes_of(checkpoint.state)).said or f"{error!s:.300}"
         if adapted := _adapted(checkpoint):
             told = {"layers": counted(len(adapted), "layer"), "names": listing(adapted, limit=3)}
             why = say("it holds an adapter of {layers} ({names}), and --model is for a whole model", **told)
@@ -188,15 +190,6 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
         raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", found, do) from error
 
 
-def _without_prefix(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tensors without what stands before all their names, where the rest are names of the model."""
-    first = next(iter(state), "")
-    for start in (first[: at + 1] for at, letter in enumerate(first) if letter == "."):
-        if all(name.startswith(start) and name.removeprefix(start) in own for name in state):
-            return {name.removeprefix(start): value for name, value in state.items()}
-    return state
-
-
 def _prefixes(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """What stands before the names of the whole model, where a checkpoint holds it beside other parts."""
     first = next(iter(own), "")
@@ -211,23 +204,6 @@ def _adapted(checkpoint: Checkpoint) -> list[str]:
     config = Configurations.beside([Path(checkpoint.path)]).adapter
     stored = {name: StoredTensor.of(t) for name, t in checkpoint.state.items() if isinstance(t, Tensor)}
     return list(dict.fromkeys(adapter.path for adapter in adapters_in(stored, AdapterConfig(config))))
-
-
-def _differs(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Which names are missing or unknown, and which have another shape."""
-    shared = [name for name in own if name in given]
-    shapes = [name for name in shared if getattr(own[name], "shape", None) != getattr(given[name], "shape", None)]
-    missing, unknown = [name for name in own if name not in given], [name for name in given if name not in own]
-    told = [
-        say("{count} missing ({names})", count=len(missing), names=_named(missing)) if missing else "",
-        say("{count} unknown ({names})", count=len(unknown), names=_named(unknown)) if unknown else "",
-        say("{count} of another shape ({names})", count=len(shapes), names=_named(shapes)) if shapes else "",
-    ]
-    return joined([each for each in told if each], "; ")
-
-
-def _named(names: Sequence[str]) -> Message:
-    return listing([f"{name:.80}" for name in names], limit=3)
 
 
 def check_target(path: str, reads: Sequence[str | None]) -> None:

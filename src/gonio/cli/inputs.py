@@ -23,6 +23,7 @@ from gonio.messages import say
 from gonio.models.by_name import LIBRARIES, is_user_code
 from gonio.seeding import RandomInput, state_kept
 from gonio.surgery import Selector, as_selector
+from gonio.surgery.configured import Configured
 from gonio.surgery.equivalent import fitting, outputs
 
 _BATCH_SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
@@ -41,6 +42,19 @@ def drawn(factory: Callable[..., nn.Module], *, seed: int, **sizes: int) -> nn.M
     with state_kept():
         torch.manual_seed(seed)
         return factory(**sizes)
+
+
+def build_empty(spec: str) -> nn.Module:
+    """A model by such a name for its names and shapes: on the meta device, unless it cannot be built there."""
+    with users_code(spec):
+        factory = models.resolve(spec)
+        if isinstance(factory.function, Configured):
+            return factory.function.empty()
+        try:
+            with torch.device("meta"):
+                return drawn(factory, seed=0)
+        except Exception:  # a model that computes with its weights while it is built
+            return drawn(factory, seed=0)
 
 
 def build_of_width(spec: str, width: int, *, seed: int) -> nn.Module:

@@ -268,12 +268,15 @@ def _are_same(olds: Iterable[Any], news: Iterable[Any]) -> bool:
     return all(a is b for a, b in zip(olds, news, strict=True))
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def copy_of(model: nn.Module, *, instead: Mapping[int, Tensor] | None = None) -> nn.Module:
     """A deep copy, also of a model with computed tensors as attributes or lazy buffers, which torch refuses to copy.
 
     Hooks of pruning and of old weight and spectral norms leave such a tensor, and a forward may store one. The copy has
     its values without the graph. Functions that refer to the model's modules refer to those of the copy, as in a twin.
     An attribute that Python cannot copy, as a lock or an open file, is that of the model.
+
+    Args:
+        instead: by their `id`, tensors that are not copied, and what the copy has in their place.
 
     Raises: InvalidArgumentError for a model with tensors or modules that cannot be copied.
 
@@ -286,7 +289,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     """
     tensors = (tensor for module in model.modules() for tensor in _tensors(vars(module)))
     computed = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
-    memo = computed | _lazy_buffers(model)
+    memo = computed | _lazy_buffers(model) | dict(instead or {})
     try:
         made = copy.deepcopy(model, copied := dict(memo))
     except Exception as error:  # whatever an attribute or a tensor of a class of its own raises

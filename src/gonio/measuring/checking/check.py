@@ -14,8 +14,16 @@ from typing import Any, ClassVar, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
+from torch import nn
 
-from gonio.errors import GonioWarning, InvalidArgumentError, UnreadableFileError, UnsoundStateError, listing
+from gonio.errors import (
+    GonioWarning,
+    InvalidArgumentError,
+    NotApplicableError,
+    UnreadableFileError,
+    UnsoundStateError,
+    listing,
+)
 from gonio.escaping import html_table, json_data, plain, redact
 from gonio.measuring.checking.places import CODES, Content, Inventory, Problem, inventory, vectors_of, with_codes
 from gonio.measuring.checking.rules import among_others, checked, copied_layers
@@ -27,6 +35,7 @@ from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, in_every_block, may_hold_adapters
 from gonio.measuring.reading.configurations import Configurations, stated_in
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
+from gonio.measuring.reading.fitting import fit_of, fitted, unlike_model
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
 from gonio.measuring.reading.opened import Watched, link_to_nothing, without_values
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
@@ -141,7 +150,10 @@ class CheckResult(Table[TensorCheck]):
         ]
         said = joined(counts, last=" and ")
         if levels["error"]:
-            return say("Damaged: {found}.", found=said)
+            unfit = all(finding.code == "G719" for finding in self.findings if finding.level == "error")
+            return (
+                say("Does not fit the model: {found}.", found=said) if unfit else say("Damaged: {found}.", found=said)
+            )
         if not self.tensors:
             return say("Nothing to check: it holds no tensor.")
         if levels["warn"]:
@@ -219,6 +231,7 @@ def check(
     source: Content,
     *,
     against: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     describe: Callable[[CheckpointContents], None] | None = None,
@@ -234,13 +247,17 @@ def check(
             format that `docs/howto/formats.md` lists, or a state dict.
         against: a file of fingerprints (`gonio check --save`), or the `fingerprints` of a result: what changed, was
             added and was removed are findings.
+        model: that the checkpoint is for. The tensors that it lacks, that it alone has, and those of another shape are
+            findings (G719, G720), as its `load_state_dict` or, of transformers, `from_pretrained` tells. The model may
+            be on the meta device; it does not change.
         jobs: number of threads; by default one per core, at most 8.
         progress: is called with (bytes done, bytes in all).
         describe: is called with the contents before values are read.
 
     Raises:
         UnreadableFileError: for a file of which nothing can be read, and for a damaged file of fingerprints.
-        InvalidArgumentError: for another source, or less than one job.
+        InvalidArgumentError: for another source or model, or less than one job.
+        NotApplicableError: for the adapters of a model with `model`.
         MissingExtraError: if the package that reads a file's format is not installed.
 
     Example:
@@ -261,6 +278,8 @@ def check(
     held = with_codes(inventory(source))
     watched = Watched(held.files)
     beside = Configurations.beside(held.files)
+    adapters, config = _adapters(held, beside)
+    unfit, fits = ([], ()) if model is None else _beside_model(held, model, name_of(source), adapters)
     contents = _contents(held, beside)
     if describe is not None:
         describe(contents)
@@ -268,7 +287,7 @@ def check(
     integers = sum(kind == CODES or dtype_named(kind) in INTEGERS for kind in kinds)
     tensors_ = counted(integers, "tensor")
     said = say("checked as integers (packed weights, indices, counters): {tensors}", tensors=tensors_)
-    notes = (*held.notes, said) if integers else held.notes
+    notes = (*fits, *held.notes, said) if integers else (*fits, *held.notes)
     scanned = scan_all(held.places, jobs, progress)
     if masks := sum(tensor.mask for tensor in scanned):
         notes = (*notes, say("additive masks, of 0 and −inf alone: {tensors}", tensors=counted(masks, "tensor")))
@@ -278,14 +297,13 @@ def check(
         if tensor.reason and not place.reason
     ]
     unread += watched.changed()
-    adapters, config = _adapters(held, beside)
     parts = {part for adapter in adapters for part in adapter.parts}
     known_parts = [replace(t, adapter=True) if t.name in parts and not t.beside else t for t in scanned]
     tensors = among_others(known_parts, padding=beside.padding)
     changes = [] if known is None else list(_changes(tensors, known))
     in_files = None if isinstance(source, Mapping) else config
     states, faults = optimizer_of(source), faults_of(adapters, in_files)
-    problems = [*held.problems, *beside.problems, *of_damaged(states), *unread, *changes, *faults]
+    problems = [*held.problems, *unfit, *beside.problems, *of_damaged(states), *unread, *changes, *faults]
     problems += _unlike_others(held, tensors, beside, None if not adapters else config)
     problems += _without_scale(tensors)
     problems += copied_layers(tensors, {place.name: place.address for place in held.places if place.address})
@@ -313,6 +331,22 @@ def _unlike_others(
     found += unlike_stated(shapes, held.problems, beside, held.header) if adapting is None else []
     found += two_values(shapes, values, beside)
     return [*found, *(without_values(own) if own or not (held.places or held.problems) else [])]
+
+
+def _beside_model(
+    held: Inventory, model: object, source: str, adapters: Sequence[Adapter]
+) -> tuple[list[Problem], tuple[Message, ...]]:
+    """How the tensors of a checkpoint differ from those of a model by names and shapes, and notes on it."""
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise InvalidArgumentError("check(model=) takes a model", found, "Build it, on the meta device if it is large.")
+    if adapters:
+        why = say("it holds adapters, and a model is compared with a checkpoint of all its tensors")
+        do = say("Compare the base model, or measure both: gonio.measure(ADAPTER, base=MODEL).")
+        raise NotApplicableError("check(model=)", plain(source), why, do)
+    shapes = {p.name: None if p.reason else p.shape for p in held.places if not p.beside}
+    fit = fit_of(model, shapes)
+    return unlike_model(fit, model, shapes, held.problems), tuple(fitted(fit, model, len(shapes)))
 
 
 def _in_depth_order(tensors: Sequence[TensorCheck], *, one_file: bool) -> list[str]:

@@ -91,7 +91,8 @@ def among_others(
     return tuple(map(with_rows, placed))
 
 
-for _code in ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714", "G715", "G716", "G717", "G718"):
+_OF_FILES = ("G701", "G702", "G703", "G704", "G705", "G710", "G711", "G713", "G714", "G715", "G716", "G717", "G718")
+for _code in (*_OF_FILES, "G719", "G720"):
 
     @rule(_code, FILE_RULES)
     def _of_file(problem: Problem, code: str = _code) -> str | None:

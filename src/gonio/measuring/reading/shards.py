@@ -143,7 +143,8 @@ def misplaced(
     for shard, count in Counter(wanted.values()).items():
         if shard in gone:
             told = {"tensors": counted(count, "tensor"), "why": gone[shard]}
-            yield Problem("G702", shard, say("{why}; the index places {tensors} in it", **told))
+            lost = tuple(name for name, place in wanted.items() if place == shard)
+            yield Problem("G702", shard, say("{why}; the index places {tensors} in it", **told), lost)
     places: dict[str, list[str]] = {}
     for shard, names in held.items():
         for name in names:
