@@ -160,19 +160,25 @@ def test_a_file_that_may_not_be_opened_is_not_called_damaged(tmp_path: Path, mon
     assert "Check the disk" in str(damaged(tmp_path / "m.pt", OSError(5, "Input/output error")))
 
 
-@pytest.mark.parametrize("verb", [gonio.check, gonio.measure])
-def test_a_file_that_changes_while_it_is_read(verb: Callable[..., Any], tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"w": seeded(64, 64, dtype=torch.float32)}, path)
+@pytest.mark.parametrize(
+    ("verb", "others"), [(gonio.check, 0), (gonio.measure, 0), (gonio.measure, 1), (gonio.measure, 2)]
+)
+def test_a_file_that_changes_while_it_is_read(verb: Callable[..., Any], others: int, tmp_path: Path) -> None:
+    """Alone, and beside others that `measure` compares it with."""
+    path, state = tmp_path / "m.safetensors", {"w": seeded(64, 64, dtype=torch.float32)}
+    save_file(state, path)
 
     def replaced(*_: int) -> None:
         save_file({"w": seeded(64, 64, seed=1, dtype=torch.float32)}, tmp_path / "new")
         os.replace(tmp_path / "new", path)
 
-    found = verb(path, progress=replaced)
-    assert [(f.code, f.path) for f in found.findings] == [("G701", "m.safetensors")]
-    assert "it changed while it was read" in found.findings[0].found
-    assert not verb(path).findings
+    def codes(**named: Any) -> list[tuple[str, str, str]]:
+        found = verb(*[{"w": seeded(64, 64, seed=2 + i)} for i in range(others)], path, **named)
+        return [(f.code, f.path, f.found) for f in found.findings if f.code == "G701"]
+
+    said = "it changed while it was read; check it again when it is whole"
+    assert codes(progress=replaced) == [("G701", "m.safetensors", said)]
+    assert not codes()
 
 
 def test_a_part_of_a_training_that_divided_layers_is_said_to_be_one(tmp_path: Path) -> None:

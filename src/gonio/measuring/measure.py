@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from gonio.errors import GonioError, InvalidArgumentError, UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError
 from gonio.measuring.cache import Cache
 from gonio.measuring.changes.difference import Differences, difference
 from gonio.measuring.changes.several import Changes, changes
@@ -29,8 +29,7 @@ from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements
 from gonio.measuring.reading.entry import FACTOR, TensorEntry
-from gonio.measuring.reading.opened import Watched
-from gonio.measuring.reading.source import Source, contents_of, files_read, name_of
+from gonio.measuring.reading.source import Source, contents_of, name_of, watching
 from gonio.surgery.equivalent import fitting
 
 
@@ -173,7 +172,7 @@ def measure(
     training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
     figures, given = tuple(extra_figures), [source] if base is None else [source, base]
     about = {"deep": deep, "extra_figures": figures}
-    watched = Watched(file for each in given for file in _files(each))
+    watched = watching(given)
     cached = None if cache is None else Cache(cache, given, TensorMeasurement, about)  # before anything is read
     entries = (contents := contents_of(source, base)).entries
     with cached.opened(entries) if cached else spread.journal_of(TensorMeasurement, given, **about) as kept:
@@ -217,14 +216,6 @@ def _facts(
     if not isinstance(source, nn.Module) or training is None:
         return None
     return ModelFacts.of(source, structure, signals, training, {t.path for t in tensors if t.kind == FACTOR})
-
-
-def _files(source: Source) -> list[Path]:
-    """The files that a measurement reads; none of a kind whose values may lie in others."""
-    try:
-        return [file for _, file in files_read(source)]
-    except (OSError, GonioError):  # what is wrong with the source, reading it says
-        return []
 
 
 def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:

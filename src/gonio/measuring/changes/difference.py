@@ -29,13 +29,14 @@ from gonio.measuring.changes.sources import (
     values_of,
     with_origins,
 )
+from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
-from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings
+from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings, worst_first
 from gonio.measuring.findings.verdicts import verdict
 from gonio.measuring.journal import Journal
 from gonio.measuring.reading.entry import TensorEntry, says_tied
-from gonio.measuring.reading.source import Source, name_of
+from gonio.measuring.reading.source import Source, name_of, watching
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.table import (
     PAGE,
@@ -349,9 +350,11 @@ def difference(
     """
     spread = Spread(engine, jobs, journal)
     spread.check((before, after))
+    watched = watching((before, after))
     with spread.journal_of(TensorDifference, (before, after)) as kept:
         held, (model,), rows = compared(before, [after], _row_alone, spread, progress, kept)
-    return replace(assembled(name_of(before), held, model, rows), heads=_changed_heads(before, after))
+    found, heads = assembled(name_of(before), held, model, rows), _changed_heads(before, after)
+    return replace(found, heads=heads, findings=worst_first([*of_files(watched.changed()), *found.findings]))
 
 
 def _changed_heads(before: Source, after: Source) -> tuple[HeadChange, ...]:

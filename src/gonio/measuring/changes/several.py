@@ -19,10 +19,11 @@ from gonio.escaping import json_data, markdown_cell, plain
 from gonio.geometry.blocks import StoredDifference
 from gonio.measuring.changes.difference import Deltas, Differences, Rows, assembled, compared
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
+from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread
 from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
 from gonio.measuring.findings.verdicts import verdict
-from gonio.measuring.reading.source import Source, name_of
+from gonio.measuring.reading.source import Source, name_of, watching
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import (
     PAGE,
@@ -113,7 +114,7 @@ class Changes(PagedTable[Agreement]):
         models: the :class:`Differences` of each model from the base.
         tensors: an :class:`Agreement` of each tensor that at least two models changed.
         whole: the agreement over all these tensors together.
-        findings: on pairs of models, and on each model (in its own `findings`).
+        findings: on pairs of models and on their files, and on each model (in its own `findings`).
 
     Example:
         >>> draw = lambda seed: {"a.weight": torch.randn(40, 60, generator=torch.Generator().manual_seed(seed))}
@@ -274,13 +275,14 @@ def changes(
         raise InvalidArgumentError(asked, f"{len(models)}", "Add one.")
     spread = Spread(engine, jobs)
     spread.check((base, *models))
+    watched = watching((base, *models))
     held, read, found = compared(base, models, _reduced, spread, progress)
     tensors = [sums.agreement(rows[0].name) for rows, sums in found if sums is not None]
     whole = sum((sums for _, sums in found if sums is not None), CosineSums.empty(len(models))).agreement("")
     made = tuple(assembled(name_of(base), held, model, [rows[i] for rows, _ in found]) for i, model in enumerate(read))
     names = _numbered([model.after for model in made])
     findings = findings_by(PAIR_RULES, ((pair, "") for pair in _pairings(whole, names)))
-    return Changes(name_of(base), made, tuple(tensors), whole, tuple(findings))
+    return Changes(name_of(base), made, tuple(tensors), whole, (*of_files(watched.changed()), *findings))
 
 
 def _reduced(rows: Rows, deltas: Deltas) -> tuple[Rows, CosineSums | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -57,7 +58,7 @@ from gonio.measuring.reading.formats import DTYPES, ENDINGS, StoredTensors, Stor
 from gonio.measuring.reading.hqq_files import open_layers
 from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.model import entries_of_model
-from gonio.measuring.reading.opened import Opened, Problem, link_to_nothing, without_values
+from gonio.measuring.reading.opened import Opened, Problem, Watched, link_to_nothing, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import (
@@ -539,6 +540,15 @@ def files_read(source: Source) -> Iterator[tuple[str, Path]]:
                 shards = sorted({*weight_map(file)[0].values()})
                 yield from ((shard, file.parent / shard) for shard in shards if (file.parent / shard).exists())
     yield from ((name, folder / name) for name in CONFIGURATIONS if (folder / name).is_file())
+
+
+def watching(sources: Iterable[Source]) -> Watched:
+    """The files of some sources as they are now; none of a kind whose values may lie in others."""
+    files: list[Path] = []
+    for source in sources:
+        with suppress(OSError, GonioError):  # what is wrong with the source, reading it says
+            files += [file for _, file in files_read(source)]
+    return Watched(files)
 
 
 def _no_checkpoint(folder: Path) -> UnreadableFileError:
