@@ -60,8 +60,9 @@ class WeightStandardization(Parametrization):
         standardization", 2019, equations (5) and (6). https://arxiv.org/abs/1903.10520
         [2] A. Brock et al., "Characterizing signal propagation to close the performance gap in unnormalized
         ResNets", ICLR 2021, section 4 (``scale="fan_in"``). https://arxiv.org/abs/2101.08692
-        Differs: [1] adds 1e-5 to the deviation, which makes the map depend on the scale of small filters; [2]
-        divides by the biased deviation, smaller by :math:`\sqrt{(d-1)/d}`.
+        Differs: [1] and [2] divide by the biased deviation, smaller by :math:`\sqrt{(d-1)/d}`, and [1] adds a constant
+        to it, which makes the map depend on the scale of small filters; the code of the authors of [1] divides by the
+        unbiased one plus 1e-5.
     """
 
     options: ClassVar[tuple[str, ...]] = ("scale", "gain", "learn_gain")

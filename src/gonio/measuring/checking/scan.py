@@ -186,7 +186,9 @@ def _multipliers() -> numpy.ndarray[Any, numpy.dtype[numpy.uint64]]:
 
 def _mixed(words: Any) -> Any:
     """Words of 64 bits whose high bits reach the low ones; otherwise two changes of a highest bit would cancel."""
-    return words ^ (words >> numpy.uint64(32))
+    mixed = words >> numpy.uint64(32)
+    mixed ^= words
+    return mixed
 
 
 @cache
