@@ -167,7 +167,10 @@ def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:
             why = say("it holds an adapter of {layers} ({names}), and --model is for a whole model", **told)
             merge = say("Merge the adapter into its base first (peft: merge_and_unload).")
             raise NotApplicableError(say("the checkpoint {path!r}", path=checkpoint.path), "", why, merge) from error
-        do = say("Name the model of the checkpoint, with its number of classes (file.py:factory).")
+        do = say(
+            "Name the model of the checkpoint, with its number of classes (file.py:factory); "
+            "gonio check CKPT --model MODEL lists all that differs."
+        )
         if checkpoint.folded:
             do = say(
                 "Layers were folded in it, so that it has other tensors than the model. Take the file before the fold."
