@@ -18,7 +18,7 @@ import foreign
 import gonio
 from catalog import seeded
 from cli.shell import invoke
-from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError
+from gonio.errors import InvalidArgumentError, MissingExtraError
 from gonio.measuring.reading.fitting import fit_of, shapes_of
 
 State = dict[str, Tensor]
@@ -181,10 +181,7 @@ def test_models_of_other_kinds(make: Callable[[], nn.Module]) -> None:
         assert name in lost.missing
 
 
-def test_adapters_and_other_arguments_are_refused(tmp_path: Path) -> None:
-    factors = {f"layers.{i}.q.lora_{part}.weight": seeded(4, 4, seed=i) for i in range(2) for part in "AB"}
-    with pytest.raises(NotApplicableError, match="holds adapters"):
-        gonio.check(factors, model=network())
+def test_only_a_model_is_taken() -> None:
     model: Any = network
     with pytest.raises(InvalidArgumentError, match="takes a model"):
         gonio.check({"w": seeded(2)}, model=model)
@@ -299,3 +296,82 @@ def test_without_accelerate_transformers_cannot_be_asked(monkeypatch: pytest.Mon
     monkeypatch.setitem(__import__("sys").modules, "accelerate", None)
     with pytest.raises(MissingExtraError, match="accelerate"):
         fit_of(model, {"model.layers.0.block_sparse_moe.experts.0.w1.weight": (48, 32)})
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, width)
+        self.conv = nn.Conv2d(3, 6, 3)
+        self.h = nn.ModuleList(
+            nn.ModuleDict({"q": nn.Linear(width, width), "v": nn.Linear(width, 4)}) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def adapter(folder: Path, **options: Any) -> Path:
+    """What peft saves for the network of two blocks."""
+    foreign.torchvision()
+    peft = pytest.importorskip("peft")
+    given = {"r": 2, "target_modules": ["q", "v", "table", "conv"], "init_lora_weights": False, **options}
+    peft.get_peft_model(Attention(8, 2), peft.LoraConfig(**given)).save_pretrained(folder)
+    return folder
+
+
+def test_adapters_fit_the_model_that_they_adapt(tmp_path: Path) -> None:
+    found = gonio.check(adapter(tmp_path), model=Attention(8, 2))
+    assert [f.code for f in found.findings if f.level != "info"] == []
+    assert "fits the layers of Attention: 6 adapters" in found.notes
+    with torch.device("meta"):
+        larger = Attention(8, 5)
+    assert told_of(tmp_path, larger) == []
+
+
+def told_of(folder: Path, model: nn.Module) -> list[tuple[str, str]]:
+    return [(f.path, f.found) for f in gonio.check(folder, model=model).findings if f.code == "G719"]
+
+
+def test_adapters_of_other_layers_and_shapes_are_named(tmp_path: Path) -> None:
+    adapter(tmp_path)
+    assert told_of(tmp_path, Attention(8, 1)) == [
+        ("h.1.q", "Attention has no layer of this path"),
+        ("h.1.v", "Attention has no layer of this path"),
+    ]
+    assert told_of(tmp_path, Attention(16, 2)) == [
+        ("h.0.q", "made for a weight of 8×8, and 16×16 in Attention"),
+        ("h.0.v", "made for a weight of 4×8, and 4×16 in Attention"),
+        ("h.1.q", "made for a weight of 8×8, and 16×16 in Attention"),
+        ("h.1.v", "made for a weight of 4×8, and 4×16 in Attention"),
+        ("table", "made for a weight of 12×8, and 12×16 in Attention"),
+    ]
+    assert told_of(tmp_path, network()) == [("", "Sequential has the layer of none of 6 adapters: conv, …")]
+
+
+def test_adapters_of_layers_that_store_their_inputs_first(tmp_path: Path) -> None:
+    peft, layer = pytest.importorskip("peft"), foreign.transformers().pytorch_utils.Conv1D
+
+    def inner(width: int) -> nn.Module:
+        return nn.Sequential(nn.Identity(), layer(3 * width, width))
+
+    config = peft.LoraConfig(r=2, target_modules=["1"], fan_in_fan_out=True)
+    peft.get_peft_model(inner(8), config).save_pretrained(tmp_path)
+    assert told_of(tmp_path, inner(8)) == []
+    assert told_of(tmp_path, inner(16)) == [("1", "made for a weight of 8×24, and 16×48 in Sequential")]
+
+
+def test_the_whole_state_of_an_adapted_model_is_held_against_that_model() -> None:
+    foreign.torchvision()
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Attention(8, 2), peft.LoraConfig(r=2, target_modules=["q"]))
+    state = model.state_dict()
+    found = gonio.check(state, model=model)
+    assert f"fits PeftModel by name and shape: {len(state)} tensors" in found.notes
+    lost = next(name for name in state if name.endswith("lora_A.default.weight"))
+    assert {(f.code, f.found) for f in gonio.check(without(state, lost), model=model).findings if f.code == "G719"} == {
+        ("G719", "missing: PeftModel has it (2×8)")
+    }

@@ -19,12 +19,12 @@ from torch import nn
 from gonio.errors import (
     GonioWarning,
     InvalidArgumentError,
-    NotApplicableError,
     UnreadableFileError,
     UnsoundStateError,
     listing,
 )
 from gonio.escaping import html_table, json_data, plain, redact
+from gonio.measuring.changes.sources import base_entries
 from gonio.measuring.checking.places import CODES, Content, Inventory, Problem, inventory, vectors_of, with_codes
 from gonio.measuring.checking.rules import among_others, checked, copied_layers
 from gonio.measuring.checking.scan import TensorCheck, scan_all
@@ -32,7 +32,14 @@ from gonio.measuring.figures.moments import StateMeasurement
 from gonio.measuring.findings.norm_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
-from gonio.measuring.reading.adapters import Adapter, adapters_in, faults_of, in_every_block, may_hold_adapters
+from gonio.measuring.reading.adapters import (
+    Adapter,
+    adapters_in,
+    faults_of,
+    in_every_block,
+    may_hold_adapters,
+    unlike_base,
+)
 from gonio.measuring.reading.configurations import Configurations, stated_in
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.fitting import fit_of, fitted, unlike_model
@@ -248,8 +255,8 @@ def check(
         against: a file of fingerprints (`gonio check --save`), or the `fingerprints` of a result: what changed, was
             added and was removed are findings.
         model: that the checkpoint is for. The tensors that it lacks, that it alone has, and those of another shape are
-            findings (G719, G720), as its `load_state_dict` or, of transformers, `from_pretrained` tells. The model may
-            be on the meta device; it does not change.
+            findings (G719, G720), as its `load_state_dict` or, of transformers, `from_pretrained` tells; of adapters
+            alone, the layers that the model does not have. The model may be on the meta device; it does not change.
         jobs: number of threads; by default one per core, at most 8.
         progress: is called with (bytes done, bytes in all).
         describe: is called with the contents before values are read.
@@ -257,7 +264,6 @@ def check(
     Raises:
         UnreadableFileError: for a file of which nothing can be read, and for a damaged file of fingerprints.
         InvalidArgumentError: for another source or model, or less than one job.
-        NotApplicableError: for the adapters of a model with `model`.
         MissingExtraError: if the package that reads a file's format is not installed.
 
     Example:
@@ -279,7 +285,7 @@ def check(
     watched = Watched(held.files)
     beside = Configurations.beside(held.files)
     adapters, config = _adapters(held, beside)
-    unfit, fits = ([], ()) if model is None else _beside_model(held, model, name_of(source), adapters)
+    unfit, fits = ([], ()) if model is None else _beside_model(held, model, adapters)
     contents = _contents(held, beside)
     if describe is not None:
         describe(contents)
@@ -334,16 +340,17 @@ def _unlike_others(
 
 
 def _beside_model(
-    held: Inventory, model: object, source: str, adapters: Sequence[Adapter]
+    held: Inventory, model: object, adapters: Sequence[Adapter]
 ) -> tuple[list[Problem], tuple[Message, ...]]:
     """How the tensors of a checkpoint differ from those of a model by names and shapes, and notes on it."""
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise InvalidArgumentError("check(model=) takes a model", found, "Build it, on the meta device if it is large.")
-    if adapters:
-        why = say("it holds adapters, and a model is compared with a checkpoint of all its tensors")
-        do = say("Compare the base model, or measure both: gonio.measure(ADAPTER, base=MODEL).")
-        raise NotApplicableError("check(model=)", plain(source), why, do)
+    name_of_model = plain(type(model).__name__, longest=80)
+    if adapters and model.state_dict().keys().isdisjoint(part for adapter in adapters for part in adapter.parts):
+        unlike = unlike_base(adapters, base_entries(model), name_of_model)
+        told = {"model": name_of_model, "adapters": counted(len(adapters), "adapter")}
+        return unlike, () if unlike else (say("fits the layers of {model}: {adapters}", **told),)
     shapes = {p.name: None if p.reason else p.shape for p in held.places if not p.beside}
     fit = fit_of(model, shapes)
     return unlike_model(fit, model, shapes, held.problems), tuple(fitted(fit, model, len(shapes)))

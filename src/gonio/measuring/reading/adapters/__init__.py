@@ -20,12 +20,13 @@ from typing import Any
 
 from torch import Tensor
 
+from gonio.escaping import plain
 from gonio.geometry import Layout
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import LOW_RANK, StoredTensor, TensorEntry
 from gonio.measuring.reading.opened import Problem
 from gonio.measuring.reading.patterns import Budget, Pattern
-from gonio.messages import Message, say
+from gonio.messages import Message, counted, say
 
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?:(.+?)\.)?((?:lora|oft)_\w+|alpha|dora_scale|ranknum|(?:token_adapter\.)?trainable_tokens_\w+)"
@@ -134,6 +135,33 @@ def faults_of(adapters: Sequence[Adapter], config: Mapping[str, Any] | None) -> 
         what = say("no adapter_config.json that can be read, without which {n} changes are not known", n=unknown)
         found.append(Problem("G713", "", what))
     return found
+
+
+def unlike_base(adapters: Sequence[Adapter], base: Mapping[str, TensorEntry], model: str) -> list[Problem]:
+    """A problem for each adapter of a layer that a base does not have, or that has another shape there.
+
+    Args:
+        base: the tensors of the model, which may be without values. `model`: its name.
+    """
+    found, absent = [], 0
+    for adapter in (placed := Places(base).of([*adapters])):
+        held = base.get(adapter.weight)
+        if held is None:
+            absent += 1
+            found.append(Problem("G719", adapter.path, say("{model} has no layer of this path", model=model)))
+        elif adapter.product is not None and not (adapter.fits(held) or _is_transposed(adapter.product.shape, held)):
+            made, own = ("×".join(map(str, shape or ())) for shape in (adapter.product.shape, held.shape))
+            said = say("made for a weight of {made}, and {own} in {model}", made=made, own=own, model=model)
+            found.append(Problem("G719", adapter.path, said))
+    if absent < len(placed) or absent < 2:
+        return found
+    told = {"adapters": counted(absent, "adapter"), "model": model, "path": plain(placed[0].path, longest=200)}
+    return [Problem("G719", "", say("{model} has the layer of none of {adapters}: {path}, …", **told))]
+
+
+def _is_transposed(shape: Sequence[int], held: TensorEntry) -> bool:
+    """Whether a base stores the matrix of an adapter with its inputs first, as embeddings and layers of GPT-2 do."""
+    return len(shape) == 2 and held.shape == (shape[1], shape[0])
 
 
 _CHOOSE = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
