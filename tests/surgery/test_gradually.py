@@ -149,6 +149,39 @@ def test_training_that_loads_an_earlier_state_ends_later() -> None:
     assert not model[0].blends
 
 
+@pytest.mark.parametrize("taken", [1, 3, 4])
+def test_a_state_that_is_loaded_after_the_call_ends_at_its_own_step(taken: int) -> None:
+    """And the training that resumes equals the one that went on."""
+    model, optimizer = converting()
+    for _ in range(taken):
+        train(model, optimizer)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other, resumed = converting()
+    other.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    for _ in range(5):
+        train(model, optimizer)
+        train(other, resumed)
+        assert other[0].blends == model[0].blends
+        assert_same(other, model)
+
+
+def test_a_state_that_is_loaded_after_the_end_goes_on() -> None:
+    model, optimizer = converting()
+    train(model, optimizer)
+    early = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        train(model, optimizer)
+    assert not model[0].blends
+    model.load_state_dict(early)
+    shares = []
+    for _ in range(3):
+        shares.append(float(model[0].blend))
+        train(model, optimizer)
+    assert shares == [0.25, 0.5, 0.75]
+    assert not model[0].blends
+
+
 def test_start_and_selection() -> None:
     model = nn.Sequential(gnn.DecoupledLinear(3, 4), gnn.DecoupledLinear(4, 2))
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -257,6 +257,7 @@ class Decoupled(RunningStatistics):
 
     operator: Operator
     blends: bool  # whether the plain product has a share of the output, which is 1 - blend
+    loads: int = 0  # of states, which may have brought another share
     weight: Tensor
     bias: Any  # torch declares it in two ways
     mean_norm: Tensor | None
@@ -468,6 +469,7 @@ class Decoupled(RunningStatistics):
         elif self.blends:
             state_dict.setdefault(key, torch.ones((), dtype=torch.float32))
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.loads += 1
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr()]

@@ -51,7 +51,7 @@ def convert_gradually_(
 
     The share :math:`t` is the buffer `blend` of each layer until then. A copy of the model keeps the share that it was
     copied with, and ``AveragedModel`` takes over the model's at each update: make it after this call. A state dict
-    contains the share, and loads into a model in conversion as into a fresh one.
+    contains the share, and loads into a model in conversion, which goes on from that share, as into a fresh one.
 
     Args:
         model: its decoupled layers are changed in place; convert the layers first.
@@ -122,24 +122,30 @@ def _restorer(layer: Decoupled) -> Callable[[], None]:
 def _count_steps_(optimizer: Optimizer, layers: Sequence[Decoupled], steps: int) -> Callable[[], None]:
     """Move the share of the layers after each step of the optimizer; returns the function that ends it.
 
-    The share is read when it should be 1, and not in each step: that would wait for the device.
+    The share is read when it should be 1 and after a state was loaded, and not in each step: that would wait for the
+    device.
     """
 
     def missing() -> int:
         return steps - round(steps * min(1.0 if layer.blend is None else float(layer.blend) for layer in layers))
 
-    left = missing()
+    def loaded() -> int:
+        return sum(layer.loads for layer in layers)
+
+    left, seen = missing(), loaded()
 
     @torch.no_grad()
     def after_step(_: Optimizer) -> None:
-        nonlocal left
-        if left <= 0:
+        nonlocal left, seen
+        if seen != loaded():
+            left, seen = missing(), loaded()
+        elif left <= 0:
             return
         for layer in layers:
             if layer.blend is not None:
                 layer.blend.add_(1 / steps).clamp_(max=1)
         left -= 1
-        if left == 0 and (left := missing()) == 0:  # not if a state with a smaller share was loaded
+        if left <= 0 and (left := missing()) == 0:
             for layer in layers:
                 layer.set_blend_(1.0, ended=True)
 
