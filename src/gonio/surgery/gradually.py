@@ -49,9 +49,10 @@ def convert_gradually_(
     bias), where :math:`t` rises from 0 by 1/`steps` after each step of the optimizer. At :math:`t = 1` the
     plain product is dropped, and costs nothing any more.
 
-    The share :math:`t` is the buffer `blend` of each layer until then. A copy of the model keeps the share that it was
-    copied with, and ``AveragedModel`` takes over the model's at each update: make it after this call. A state dict
-    contains the share, and loads into a model in conversion, which goes on from that share, as into a fresh one.
+    The share :math:`t` is the buffer `blend` of each layer, also at 1, until `undo_()`. A copy of the model keeps the
+    share that it was copied with, and ``AveragedModel`` takes over the model's at each update: make it after this call.
+    A state dict contains the share, and loads into a model in conversion, which goes on from that share, as into a
+    fresh one.
 
     Args:
         model: its decoupled layers are changed in place; convert the layers first.
@@ -98,8 +99,8 @@ def convert_gradually_(
     with Edit(model, "convert_gradually_") as edit:
         for site, layer in zip(chosen, layers, strict=True):
             edit.on_undo(_restorer(layer))
-            done = layer.blend if start is None and layer.blends and layer.blend is not None else (start or 0) / steps
-            layer.set_blend_(done)
+            done = float(layer.blend) if start is None and layer.blend is not None else (start or 0) / steps
+            layer.set_blend_(done, ended=done == 1)
             edit.changed(site.path, say("plain → decoupled product in {steps} steps", steps=steps))
         edit.on_undo(_count_steps_(optimizer, layers, steps))
         mine = {id(p) for layer in layers for p in layer.parameters()}
