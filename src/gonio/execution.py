@@ -160,15 +160,19 @@ def inside_backward() -> bool:
 
 
 @cache
-def count_fused_steps() -> None:
-    """Let the steps of fused optimizers raise the version of the parameters that they change, as all others do."""
-    register_optimizer_step_post_hook(_count_fused_step)
+def count_uncounted_steps() -> None:
+    """Let all steps of optimizers raise the version of the parameters that they change.
+
+    Torch's operations do so, but for those of fused optimizers, and for those on lists of shards (`foreach`).
+    """
+    register_optimizer_step_post_hook(_count_step)
 
 
-def _count_fused_step(optimizer: Optimizer, *_: Any) -> None:
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
-        if group.get("fused"):
-            torch.autograd.graph.increment_version([p for p in group["params"] if p.grad is not None])
+        fused = group.get("fused")
+        changed = [p for p in group["params"] if p.grad is not None and (fused or is_sharded(p))]
+        torch.autograd.graph.increment_version(changed)
 
 
 def is_sharded(tensor: Tensor) -> bool:

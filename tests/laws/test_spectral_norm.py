@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import gonio
 from catalog import seeded
 from gonio import parametrizations as P
-from ranks import WORLD, spawned
+from ranks import WORLD, group, spawned
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -201,6 +201,18 @@ def test_every_forward_of_several_processes_uses_weights_of_the_norm(tmp_path: P
         for name, found in rank.items():
             assert len(found) == 25 * len(norms(normalised())), name
             assert found == pytest.approx([1.0] * len(found), abs=0.01), name
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_the_norm_of_shards_is_kept_by_every_kind_of_step(options: dict[str, bool], tmp_path: Path) -> None:
+    """Torch does not count changes by operations on lists of shards, the default of its optimizers on accelerators."""
+    with group(tmp_path):
+        model = normalised()
+        fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        found, optimizer = seen(model), torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+        for number in range(25):
+            step_(model, optimizer, number)
+    assert found == pytest.approx([1.0] * len(found), abs=0.01)
 
 
 def test_the_control_without_its_own_steps_drifts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -482,6 +483,18 @@ def test_copies_of_the_model_are_free() -> None:
     drift(model, optimizer, 2)
     torch.testing.assert_close(twin.weight.detach().norm(dim=0), torch.full((4,), 2.0))
     assert not torch.allclose(model.weight.detach().norm(dim=0), torch.full((4,), 2.0))
+
+
+def test_a_copy_of_the_handle_has_the_radii() -> None:
+    model, optimizer = two_layers()
+    held = gonio.hold_(model, optimizer, norm="filters")
+    drift(model, optimizer, 2)
+    for twin in (copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
+        assert str(twin) == str(held)
+        assert twin.state_dict().keys() == held.state_dict().keys()
+        assert all(torch.equal(twin.state_dict()[name], radius) for name, radius in held.state_dict().items())
+    drift(model, optimizer, 1)
+    held.undo_()
 
 
 def test_a_copy_of_the_optimizer_is_free_and_says_so() -> None:

@@ -19,12 +19,13 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+import gonio
 from catalog import seeded
 from gonio import parametrizations as P
 from gonio.geometry.norms import whole
 from laws.support import reloaded
 from parametrizations.layers import LAYERS, MEMBERS, make, parametrized, sample
-from ranks import WORLD, spawned
+from ranks import WORLD, group, spawned
 from tolerances import close
 
 
@@ -194,3 +195,23 @@ def test_several_processes_equal_one(tmp_path: Path) -> None:
         for how, tensors in found.items():
             for mine, one in zip(tensors, expected[how], strict=True):
                 torch.testing.assert_close(mine, one, msg=how, **close(torch.float32))
+
+
+def penalised_gradient(layer: nn.Module) -> Tensor:
+    """That of a penalty in a backward pass, to which one of a loss is added."""
+    penalty = gonio.Penalty(layer, [(None, gonio.regularizers.HypersphericalEnergy(0.1))])
+    penalty().backward()
+    layer(sample(layer)).square().mean().backward()
+    raw = layer._parameters["weight"]
+    assert getattr(raw.grad, "placements", None) == getattr(raw, "placements", None)
+    return whole(raw.grad).clone()
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_penalty_and_a_loss_of_a_sharded_layer(member: str, tmp_path: Path) -> None:
+    """FSDP 2 adds shards of its gradient to the one that is there, which has to be sharded as the Parameter is."""
+    expected = penalised_gradient(parametrized(member, "conv2d"))
+    with group(tmp_path):
+        layer = parametrized(member, "conv2d")
+        found = penalised_gradient(fully_shard(layer, mesh=init_device_mesh("cpu", (1,))))
+    torch.testing.assert_close(found, expected, **close(torch.float32))

@@ -32,6 +32,15 @@ def test_class_is_shared_by_copies_and_never_changed() -> None:
     assert P.is_parametrized(first)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_class_of_a_parametrized_layer_makes_no_layer(name: str) -> None:
+    layer = make(name)
+    own = type(layer).__name__
+    P.attach(layer, "weight", P.Sphere())
+    with pytest.raises(NotApplicableError, match=f"the class of a parametrized {own}, .*Make a {own}, and parametrize"):
+        type(layer)(4, 6, 3)
+
+
 def test_two_tensors_of_one_layer() -> None:
     layer = nn.LSTM(3, 4)
     P.attach(layer, "weight_ih_l0", P.Sphere())

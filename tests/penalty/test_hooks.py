@@ -118,7 +118,7 @@ def test_evaluation_is_not_counted() -> None:
         (lambda model, penalty: model.eval()(batch()), "it ran only in evaluation mode. Call penalty"),
         (lambda model, penalty: torch.no_grad()(model)(batch()), "it ran only without gradients. Call penalty"),
         (lambda model, penalty: torch.inference_mode()(model)(batch()), "it ran only without gradients. Call penalty"),
-        (lambda model, penalty: penalty.undo_(), "this penalty was removed. Build a new one."),
+        (lambda model, penalty: penalty.undo_(), "this penalty was removed, or is a copy. Build a new one."),
     ],
     ids=["nothing", "last step", "eval", "no_grad", "inference", "removed"],
 )
@@ -295,3 +295,16 @@ def test_copies_and_pickles_of_the_model_hold_no_activation() -> None:
         (hook,) = twin.first._forward_hooks.values()
         assert not hasattr(hook.__self__, "_kept")
     assert penalty().isfinite()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_the_penalty_reads_no_outputs(copied: Callable[[object], tuple[Network, Penalty]]) -> None:
+    """As where a module has its penalty as an attribute, and a callback or a process gets a copy of the module."""
+    pair = penalised()
+    model, penalty = copied(pair)
+    model(batch())
+    with pytest.raises(NoActivationError, match=r"this penalty was removed, or is a copy\. Build a new one"):
+        penalty()
+    penalty.undo_()
+    pair[0](batch())
+    assert pair[1]().isfinite()

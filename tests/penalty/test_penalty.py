@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, func, nn
 from torch.nn.utils import parametrizations
 
 import gonio
@@ -143,6 +144,43 @@ def test_add_grads_leaves_frozen_weights_alone() -> None:
         Penalty(model, [(None, R.L2(1.0))]).add_grads_()
     assert model[0].weight.grad is None
     assert model[4].weight.grad is not None
+
+
+class Objective(nn.Module):
+    """A loss and its penalty as one function of the parameters, for `torch.func`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.penalty = model, Penalty(model, [(None, R.HypersphericalEnergy(0.3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean() + self.penalty()
+
+
+@pytest.mark.parametrize("transform", ["call", "jvp", "vmap", "grad"])
+def test_functions_of_the_parameters_contain_the_penalty(transform: str) -> None:
+    """Tensors in the place of Parameters are not frozen, whether or not they require a gradient."""
+    objective = Objective(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double())
+    x, along = seeded(5, 4, dtype=DOUBLE), seeded(6, 4, seed=3, dtype=DOUBLE)
+    values = {name: p.detach().clone() for name, p in objective.named_parameters()}
+    of = functools.partial(func.functional_call, objective, args=(x,))
+
+    def of_weight(weight: Tensor) -> Tensor:
+        return of({**values, "model.0.weight": weight})
+
+    weight = values["model.0.weight"]
+    leaf = weight.clone().requires_grad_()
+    expected = objective(x)
+    (gradient,) = torch.autograd.grad(of_weight(leaf), leaf)
+    if transform == "call":
+        found = of(values)
+    elif transform == "vmap":
+        found = func.vmap(of_weight)(weight.expand(2, -1, -1))[1]
+    elif transform == "grad":
+        found, expected = func.grad(of_weight)(weight), gradient
+    else:
+        found, expected = func.jvp(of_weight, (weight,), (along,))[1], (gradient * along).sum()
+    torch.testing.assert_close(found, expected.detach(), **close(DOUBLE))
 
 
 def test_add_grads_cannot_reach_through_outputs() -> None:

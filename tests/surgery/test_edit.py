@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from gonio import nn as gnn
 from gonio import parametrizations as P
 from gonio.surgery import Edit, UndoError, fold_, sites
 from laws.snapshot import Snapshot, assert_restored
-from laws.support import over, perturbed
+from laws.support import over, perturbed, reloaded
 from laws.test_verbs import model_of
 
 
@@ -71,6 +72,24 @@ def test_a_model_that_was_moved_meanwhile(case: VerbCase) -> None:
     assert [type(m) for m in model.modules()] == [kind for _, kind in before.classes]
     for (key, old), (_, new) in zip(before.state, after.state, strict=True):
         torch.testing.assert_close(new, old, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("trip", [copy.deepcopy, partial(reloaded, weights_only=False)], ids=["deepcopy", "torch.save"])
+@over(VERBS)
+def test_a_copy_of_a_model_with_its_handle_is_complete_and_cannot_undo(case: VerbCase, trip: Callable) -> None:
+    """As a module has it that edits itself, and of which an average, a checkpoint or another process gets a copy."""
+    model, x = model_of(case), case.inputs()
+    before = Snapshot.of(model, x)
+    model.edited = case.apply(model)
+    twin = trip(model)
+    assert str(twin.edited) == str(model.edited)
+    assert list(twin.state_dict()) == list(model.state_dict())
+    assert all(torch.equal(mine, own) for mine, own in zip(twin.parameters(), model.parameters(), strict=True))
+    with pytest.raises(UndoError, match="this is a copy of its record"):
+        twin.edited.undo_()
+    model.edited.undo_()
+    del model.edited
+    assert_restored(before, Snapshot.of(model, x))
 
 
 @over(VERBS)

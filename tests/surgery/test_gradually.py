@@ -119,7 +119,8 @@ def test_a_state_loads_at_every_stage() -> None:
     for _ in range(4):
         train(model, optimizer)
         states.append(copy.deepcopy(model.state_dict()))
-    assert ["0.blend" in state for state in states] == [True, True, True, True, False]
+    assert [float(state["0.blend"]) for state in states] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    states.append({name: value for name, value in states[-1].items() if "blend" not in name})  # of no conversion
     x = seeded(5, 3, seed=2)
     for state in states:
         fresh = nn.Sequential(gnn.DecoupledLinear(3, 4), nn.ReLU(), gnn.DecoupledLinear(4, 2))
@@ -146,6 +147,58 @@ def test_training_that_loads_an_earlier_state_ends_later() -> None:
     assert model[0].blends
     assert float(model[0].blend) == 0.75
     train(model, optimizer)
+    assert not model[0].blends
+
+
+@pytest.mark.parametrize("order", ["load, then convert", "convert, then load"])
+@pytest.mark.parametrize("taken", [1, 3, 4, 6])
+def test_a_resumed_training_ends_at_the_same_step(taken: int, order: str) -> None:
+    model, optimizer = converting()
+    for _ in range(taken):
+        train(model, optimizer)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other = nn.Sequential(gnn.DecoupledLinear(3, 4), nn.ReLU(), gnn.DecoupledLinear(4, 2))
+    resumed = SGD(other.parameters(), lr=0.1)
+    if order.startswith("load"):
+        other.load_state_dict(state[0])
+    conversion = gonio.convert_gradually_(other, resumed, steps=4)
+    if order.startswith("convert"):
+        other.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    assert conversion.share == min(taken / 4, 1)
+    for _ in range(5):
+        assert other[0].blends == model[0].blends
+        assert_same(other, model)
+        train(model, optimizer)
+        train(other, resumed)
+    assert not other[0].blends
+
+
+def test_an_average_of_state_dicts_pairs_the_same_tensors_through_the_end() -> None:
+    """Averages of timm (`ModelEmaV3`) pair the values of both state dicts by their order."""
+    model, optimizer = converting()
+    average = copy.deepcopy(model)
+    for _ in range(6):
+        train(model, optimizer)
+        assert list(average.state_dict()) == list(model.state_dict())
+        for mine, new in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+            mine.copy_(new)
+        assert_same(average, model)
+
+
+def test_a_state_that_is_loaded_after_the_end_goes_on() -> None:
+    model, optimizer = converting()
+    train(model, optimizer)
+    early = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        train(model, optimizer)
+    assert not model[0].blends
+    model.load_state_dict(early)
+    shares = []
+    for _ in range(3):
+        shares.append(float(model[0].blend))
+        train(model, optimizer)
+    assert shares == [0.25, 0.5, 0.75]
     assert not model[0].blends
 
 

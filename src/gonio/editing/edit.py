@@ -270,6 +270,8 @@ class Undo(Protocol):
 class Edited:
     """The changes that a verb made. `str()` is a table; `undo_()` restores the model exactly.
 
+    A deep copy and a pickle, as of a module that has it as an attribute, keep the table, and cannot undo.
+
     Attributes:
         changes: one :class:`Change` per module, in model order.
         notes: remarks on the whole edit: assumptions, and layers that were left out, with the reason.
@@ -436,6 +438,16 @@ def _parts(module: nn.Module) -> dict[int, Any]:
     return {id(part): part for part in (*module.modules(), *module.parameters())}
 
 
+@dataclass(frozen=True)
+class _OfACopy:
+    """The undo of a copy or a pickle of an :class:`Edited`, which says what was changed and has no model to restore."""
+
+    verb: str
+
+    def run_(self) -> None:
+        raise UndoError(self.verb, "this is a copy of its record")
+
+
 class _Undo:
     """The inverses of one edit, to be run while it is the latest in force, and the state that they depend on."""
 
@@ -463,6 +475,9 @@ class _Undo:
             self._followed.setdefault((parameter.device, parameter.dtype), parameter)
         with _REGISTERING:
             _IN_FORCE.setdefault(model, []).append(self._edit)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfACopy, (self._edit.verb,)
 
     def run_(self) -> None:
         """Undo, or raise :class:`UndoError` and change nothing."""

@@ -257,6 +257,7 @@ class Decoupled(RunningStatistics):
 
     operator: Operator
     blends: bool  # whether the plain product has a share of the output, which is 1 - blend
+    loads: int = 0  # of states, which may have brought another share
     weight: Tensor
     bias: Any  # torch declares it in two ways
     mean_norm: Tensor | None
@@ -452,22 +453,25 @@ class Decoupled(RunningStatistics):
     def set_blend_(self, share: float | Tensor | None, *, ended: bool = False) -> None:
         """Give the decoupled product a share of the output, of 0 to 1, and the plain product the rest.
 
-        None removes the buffer `blend`. With `ended` the plain product is no longer computed and the state dict does
-        not contain the buffer, which stays, because averaged copies of the model pair buffers by their order.
+        None removes the buffer `blend`. With `ended` the plain product is no longer computed; the buffer stays, because
+        averages of models pair buffers, or state dicts, by their order.
         """
         value = None if share is None else torch.as_tensor(share, dtype=torch.float32, device=self.weight.device)
         kept = value if value is None or self.blend is None else self.blend.copy_(value)
-        self.register_buffer("blend", kept, persistent=not ended)
+        self.register_buffer("blend", kept)
         self.blends = value is not None and not ended
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """As torch's; a state from the middle of a gradual conversion brings its share, any other has the share 1."""
+        """As torch's; a state from a gradual conversion brings its share, any other has the share 1, where it ended."""
         key = f"{prefix}blend"
-        if key in state_dict and not self.blends:
+        if self.blend is None and key in state_dict:
             self.set_blend_(1.0)
-        elif self.blends:
+        elif self.blend is not None:
             state_dict.setdefault(key, torch.ones((), dtype=torch.float32))
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.blend is not None and not self.blend.is_meta:
+            self.blends = bool(self.blend < 1)
+        self.loads += 1
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr()]

@@ -252,6 +252,10 @@ class _Clip:
         self._sums: dict[str, Sum] = {}  # of weights that the optimizer does not have
         self._optimizer: Callable[[], Any] = lambda: None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the figures of the last step, and observes none."""
+        return _Clip, (self._model, self.blocks, self.limit), {"last": self.last}
+
     def begin_(self, optimizer: Optimizer, found: Anatomy) -> None:
         """Observe the forwards of the blocks' modules, and the optimizer's steps."""
         self._optimizer = weakref.ref(optimizer)

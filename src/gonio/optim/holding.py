@@ -153,6 +153,10 @@ class Hold:
     def _optimizers(self) -> list[Optimizer]:
         return [each for ref in self._real if (each := ref()) is not None]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the radii, and holds nothing."""
+        return _of_a_copy, ([(w.label, w.parameter, w.vectors, w.radius, w.at) for w in self.weights], self.step)
+
     # begin and end; both can run again
 
     def begin_(self, parameter: Tensor | None = None) -> None:
@@ -367,6 +371,16 @@ class Hold:
                         f"its norm changed, and no step() of the {type(optimizer).__name__} was observed",
                         "Train by step() of a torch.optim.Optimizer; a hold cannot act on other methods",
                     )
+
+
+def _of_a_copy(weights: Sequence[tuple[str, nn.Parameter, Vectors, Tensor, float | None]], step: Step) -> Hold:
+    """A hold without model and optimizer, whose copies are free."""
+    nothing = nn.Module()
+    return Hold(nothing, [HeldWeight(*each, there=_nowhere) for each in weights], step, nothing, [])
+
+
+def _nowhere() -> None:
+    return None
 
 
 def _states(optimizer: Optimizer) -> dict[Any, Any]:

@@ -265,6 +265,13 @@ class Parametrized:
     _parameters: dict[str, nn.Parameter | None]
     _modules: dict[str, nn.Module | None]
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Refuse to make a layer: the class is that of layers that were parametrized after they had been made."""
+        own = self.parametrized_base.__name__
+        why = f"it is the class of a parametrized {own}, and a new layer has no parametrization"
+        do = f"Make a {own}, and parametrize it; or copy the layer by copy.deepcopy."
+        raise NotApplicableError("type(layer)(…)", type(self).__name__, why, do)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.parametrized_names or not isinstance(value, Tensor):
             super().__setattr__(name, value)

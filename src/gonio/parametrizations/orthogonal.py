@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gonio.execution import apply, ordinary_eager
-from gonio.geometry.norms import widen
+from gonio.execution import apply, cut_like, is_sharded, ordinary_eager
+from gonio.geometry.norms import whole, widen
 from gonio.geometry.views import from_matrices, matrix_view
 from gonio.parametrizations.parametrization import Parametrization, positive
 
@@ -57,6 +57,8 @@ class Orthogonal(Parametrization):
         self.scale = positive("Orthogonal", "scale", scale, "Often it is 1.")
 
     def weight_of(self, raw: Tensor) -> Tensor:
+        if is_sharded(raw):  # its own gradient would be left as partial sums, to which FSDP 2 cannot add
+            return cut_like(self.weight_of(whole(raw)), raw)
         layout = self.bound_layout
         if layout.matrices == 1 and not layout.transposed:
             factor = polar(raw.flatten(1)).view_as(raw)  # operations on a stack take longer

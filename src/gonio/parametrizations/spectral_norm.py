@@ -14,7 +14,7 @@ from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import expect_steps_, watch
 from gonio.editing.where import sites
 from gonio.errors import InvalidArgumentError, NoMatchError
-from gonio.execution import apply, count_fused_steps, cut_like, is_sharded, ordinary_eager
+from gonio.execution import apply, count_uncounted_steps, cut_like, is_sharded, ordinary_eager
 from gonio.geometry.norms import WIDE, full_precision, normalize, whole, widen
 from gonio.geometry.views import Layout
 from gonio.messages import say
@@ -27,13 +27,14 @@ Of = Literal["filters", "conv"]
 STALE_VERSION = -1  # of a weight to which the vectors do not belong
 
 # Note [When the vectors advance]
-# Every change of a tensor in place raises torch's version counter (after the steps of fused optimizers, gonio raises
-# it). In training mode the first read of the weight after a change of the trained Parameter advances the vectors, once,
-# and so does `eval()`; every other read, such as a second forward of one step or the recomputation of a checkpointed
-# forward, finds them current. A weight that changes in evaluation mode, as that of an averaged copy, gets vectors that
-# are computed for it alone and are not stored. A compiler sees no versions: compiled, every forward in training mode
-# advances the vectors, as a part of the graph. Under FSDP 2 the version is that of the sharded Parameter. Vectors that
-# others wrote, as `torch.distributed.checkpoint` does in place, are looked at first: they may belong to the weight.
+# Every change of a tensor in place raises torch's version counter (gonio raises it after steps that do not: those of
+# fused optimizers, and those on lists of shards). In training mode the first read of the weight after a change of the
+# trained Parameter advances the vectors, once, and so does `eval()`; every other read, such as a second forward of one
+# step or the recomputation of a checkpointed forward, finds them current. A weight that changes in evaluation mode, as
+# that of an averaged copy, gets vectors that are computed for it alone and are not stored. A compiler sees no versions:
+# compiled, every forward in training mode advances the vectors, as a part of the graph. Under FSDP 2 the version is
+# that of the sharded Parameter. Vectors that others wrote, as `torch.distributed.checkpoint` does in place, are looked
+# at first: they may belong to the weight.
 
 
 class SpectralNorm(Parametrization):
@@ -214,7 +215,7 @@ class SpectralNorm(Parametrization):
 
     def track(self, raw: nn.Parameter | None) -> None:
         current = self._is_current()
-        count_fused_steps()
+        count_uncounted_steps()
         super().track(raw)
         self._followed = (None if raw is None else _version(raw)) if current else STALE_VERSION
 

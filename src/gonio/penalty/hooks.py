@@ -73,13 +73,15 @@ class OutputHook:
 
     def take(self) -> list[Tensor]:
         """The outputs since the last call; the hook forgets them. Raises if there are none or they were overwritten."""
+        if not self._live:
+            raise NoActivationError([self.path], "this penalty was removed, or is a copy", "Build a new one.")
         kept, ignored = self._kept, self._ignored
         changed = any(tensor._version != version for tensor, version in self._originals)
         overwritten = changed and not (self._copies or self._without_bias)
         self._copies = changed
         self.forget()
         if not kept:
-            raise NoActivationError([self.path], *_explanation(self._live, ignored))
+            raise NoActivationError([self.path], *_explanation(ignored))
         if overwritten:
             found = "its output was overwritten in place, which it was not in earlier steps"
             raise NoActivationError([self.path], found, "From the next step on a copy is kept.")
@@ -90,8 +92,9 @@ class OutputHook:
         self._kept, self._originals, self._ignored = [], [], set()
 
     def remove(self) -> None:
-        """Remove the hook from the layer."""
-        self._handle.remove()
+        """Remove the hook from the layer; that of a copy is on none."""
+        if self._live:
+            self._handle.remove()
         self._live = False
         self.forget()
 
@@ -113,9 +116,7 @@ def _why_ignored(module: nn.Module) -> str | None:
     return None if torch.is_grad_enabled() else "without gradients"
 
 
-def _explanation(live: bool, ignored: set[str]) -> tuple[str, str]:
-    if not live:
-        return "this penalty was removed", "Build a new one."
+def _explanation(ignored: set[str]) -> tuple[str, str]:
     if ignored == {"recomputed in the backward"} or ignored >= {"recomputed in the backward", "without gradients"}:
         return (
             "its forward ran only without gradients and again in the backward, as under reentrant checkpointing",

@@ -64,10 +64,11 @@ class WeightRef:
 
     @property
     def frozen(self) -> bool:
+        """Whether it is computed from frozen Parameters alone; what a functional call puts in their place is not."""
         own = self.module._parameters.get(self.name)
         if own is not None and own.requires_grad:
             return False
-        return not any(p.requires_grad for p in self.parameters())
+        return not any(p.requires_grad or not isinstance(p, nn.Parameter) for p in self.parameters())
 
 
 def weights_of(site: Site) -> Iterator[WeightRef]:

@@ -49,9 +49,10 @@ def convert_gradually_(
     bias), where :math:`t` rises from 0 by 1/`steps` after each step of the optimizer. At :math:`t = 1` the
     plain product is dropped, and costs nothing any more.
 
-    The share :math:`t` is the buffer `blend` of each layer until then. A copy of the model keeps the share that it was
-    copied with, and ``AveragedModel`` takes over the model's at each update: make it after this call. A state dict
-    contains the share, and loads into a model in conversion as into a fresh one.
+    The share :math:`t` is the buffer `blend` of each layer, also at 1, until `undo_()`. A copy of the model keeps the
+    share that it was copied with, and ``AveragedModel`` takes over the model's at each update: make it after this call.
+    A state dict contains the share, and loads into a model in conversion, which goes on from that share, as into a
+    fresh one.
 
     Args:
         model: its decoupled layers are changed in place; convert the layers first.
@@ -98,8 +99,8 @@ def convert_gradually_(
     with Edit(model, "convert_gradually_") as edit:
         for site, layer in zip(chosen, layers, strict=True):
             edit.on_undo(_restorer(layer))
-            done = layer.blend if start is None and layer.blends and layer.blend is not None else (start or 0) / steps
-            layer.set_blend_(done)
+            done = float(layer.blend) if start is None and layer.blend is not None else (start or 0) / steps
+            layer.set_blend_(done, ended=done == 1)
             edit.changed(site.path, say("plain → decoupled product in {steps} steps", steps=steps))
         edit.on_undo(_count_steps_(optimizer, layers, steps))
         mine = {id(p) for layer in layers for p in layer.parameters()}
@@ -122,24 +123,30 @@ def _restorer(layer: Decoupled) -> Callable[[], None]:
 def _count_steps_(optimizer: Optimizer, layers: Sequence[Decoupled], steps: int) -> Callable[[], None]:
     """Move the share of the layers after each step of the optimizer; returns the function that ends it.
 
-    The share is read when it should be 1, and not in each step: that would wait for the device.
+    The share is read when it should be 1 and after a state was loaded, and not in each step: that would wait for the
+    device.
     """
 
     def missing() -> int:
         return steps - round(steps * min(1.0 if layer.blend is None else float(layer.blend) for layer in layers))
 
-    left = missing()
+    def loaded() -> int:
+        return sum(layer.loads for layer in layers)
+
+    left, seen = missing(), loaded()
 
     @torch.no_grad()
     def after_step(_: Optimizer) -> None:
-        nonlocal left
-        if left <= 0:
+        nonlocal left, seen
+        if seen != loaded():
+            left, seen = missing(), loaded()
+        elif left <= 0:
             return
         for layer in layers:
             if layer.blend is not None:
                 layer.blend.add_(1 / steps).clamp_(max=1)
         left -= 1
-        if left == 0 and (left := missing()) == 0:  # not if a state with a smaller share was loaded
+        if left <= 0 and (left := missing()) == 0:
             for layer in layers:
                 layer.set_blend_(1.0, ended=True)
 
