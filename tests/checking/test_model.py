@@ -181,6 +181,71 @@ def test_models_of_other_kinds(make: Callable[[], nn.Module]) -> None:
         assert name in lost.missing
 
 
+class Renamed(nn.Module):
+    """One that reads a linear layer of former files, under another name and as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 4, 1)
+        self.register_load_state_dict_pre_hook(self._read)
+
+    @staticmethod
+    def _read(module: nn.Module, state: State, prefix: str, *_: Any) -> None:
+        for part in ("weight", "bias"):
+            if (tensor := state.pop(f"{prefix}linear.{part}", None)) is not None:
+                state[f"{prefix}conv.{part}"] = tensor[..., None, None] if part == "weight" else tensor
+
+
+def test_shapes_are_compared_when_the_hooks_of_the_model_have_read_the_names() -> None:
+    model, bias = nn.Sequential(Renamed()), seeded(4)
+    assert told({"0.linear.weight": seeded(4, 6), "0.linear.bias": bias}, model) == []
+    found = told({"0.linear.weight": seeded(4, 5), "0.linear.bias": bias}, model)
+    assert found == [("G719", "0.conv", "4×5×1×1, and 4×6×1×1 in Sequential")]
+
+
+class Sized(nn.Linear):
+    """One that makes a buffer of the size that the file has."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if (seen := state_dict.get(f"{prefix}seen")) is not None:
+            self.seen = torch.zeros(seen.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_what_a_layer_sizes_by_the_file_fits() -> None:
+    model = Sized()
+    state = without(model.state_dict(), "bias") | {"seen": seeded(7)}
+    assert told(state, model) == [("G719", "bias", "missing: Sized has it (4)")]
+    assert model.seen.shape == (0,)
+
+
+class Counted(nn.Linear):
+    """One whose own state is a tensor of any size."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.total = state.sum().item()
+
+
+def test_a_state_that_the_layer_reads_itself_has_any_size() -> None:
+    model = nn.Sequential(Counted(6, 4))
+    assert told(model.state_dict() | {"0._extra_state": seeded(9)}, model) == []
+    assert [code for code, *_ in told(without(model.state_dict(), "0._extra_state"), model)] == ["G719"]
+
+
+def test_one_number_is_read_from_a_vector_as_torch_does() -> None:
+    model = network()
+    assert told(model.state_dict() | {"1.num_batches_tracked": torch.tensor([7])}, model) == []
+    found = told(model.state_dict() | {"1.num_batches_tracked": torch.tensor([[7]])}, model)
+    assert found == [("G719", "1.num_batches_tracked", "1×1, and a single number in Sequential")]
+
+
 def test_adapters_and_other_arguments_are_refused(tmp_path: Path) -> None:
     factors = {f"layers.{i}.q.lora_{part}.weight": seeded(4, 4, seed=i) for i in range(2) for part in "AB"}
     with pytest.raises(NotApplicableError, match="holds adapters"):

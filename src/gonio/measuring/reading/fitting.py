@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -179,18 +179,47 @@ def _loaded(model: nn.Module, state: Mapping[str, Any], shapes: Shapes, found: M
     own = shapes_of(state)
     tensors = [*model.parameters(), *model.buffers(), *(t for t in state.values() if isinstance(t, Tensor))]
     empty = {id(tensor): _empty_like(tensor) for tensor in tensors if not is_lazy(tensor)}
-    fitting = {name: shape for name, shape in shapes.items() if name not in found.reshaped}
+    read = _ShapesRead(state.keys())
     try:
         with warnings.catch_warnings(action="ignore"):
-            made = copy_of(model, instead=empty).load_state_dict(_without_values(fitting, own), strict=False)
+            twin = copy_of(model, instead=empty)
+            for module in twin.modules():
+                module.register_load_state_dict_pre_hook(read)  # after those of the module
+            with torch.device("meta"):  # also what a layer makes anew for a tensor of another shape
+                made = twin.load_state_dict(_without_values(shapes, own), strict=False)
     except Exception:  # whatever hooks of the model raise without values; names and shapes are compared all the same
-        missing, unknown = [*found.missing], found.unknown
+        missing, unknown, reshaped = [*found.missing], found.unknown, found.reshaped
     else:
-        missing = [name for name in made.missing_keys if name in own and name not in found.reshaped]
-        unknown = tuple(made.unexpected_keys)
+        missing = [name for name in made.missing_keys if name in own and name not in read.states]
+        unknown, reshaped = tuple(made.unexpected_keys), read.reshaped
     lost = set(missing)
     held = {id(tensor) for name, tensor in state.items() if name not in lost}
-    return ModelFit({n: own[n] for n in missing if id(state[n]) not in held}, unknown, found.reshaped)
+    return ModelFit({n: own[n] for n in missing if id(state[n]) not in held}, unknown, reshaped)
+
+
+class _ShapesRead:
+    """A hook of every module that finds the shapes which torch would refuse, once the names are those of the model.
+
+    In their place it leaves tensors that fit, so that all are found. States that a module reads itself
+    (`set_extra_state`) may have any size and need values: the module does not get them.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self.reshaped: dict[str, tuple[Shape, Shape]] = {}
+        self.states: set[str] = set()
+
+    def __call__(self, module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, own in (*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)):
+            tensor = given.get(prefix + name) if prefix + name in self._names else None
+            if tensor is None or is_lazy(own) or own.shape == tensor.shape:
+                continue
+            if own.ndim or tensor.ndim != 1:  # torch reads the first of several numbers, as files of 2017 have one
+                self.reshaped[prefix + name] = tuple(tensor.shape), tuple(own.shape)
+                given[prefix + name] = torch.empty_like(own, device="meta")
+        if (name := f"{prefix}_extra_state") in self._names and given.pop(name, None) is not None:
+            self.states.add(name)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -256,7 +285,7 @@ def _from_pretrained(model: Any, own: Shapes, shapes: Shapes) -> ModelFit | None
         made, info = type(model).from_pretrained(None, config=copy.deepcopy(model.config), state_dict=state, **how)
     if shapes_of(made.state_dict()) != own:
         return None
-    reshaped = {name: (tuple(given), tuple(wanted)) for name, given, wanted in info["mismatched_keys"]}
+    reshaped = {name: (tuple(given), tuple(wanted)) for name, given, wanted in sorted(info["mismatched_keys"])}
     missing = {name: own.get(name) for name in sorted(info["missing_keys"]) if name not in reshaped}
     return ModelFit(missing, tuple(sorted(info["unexpected_keys"])), reshaped)
 
