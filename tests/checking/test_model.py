@@ -286,6 +286,20 @@ def test_the_command_builds_the_model(tmp_path: Path) -> None:
     assert "digits-cnn" in run.output
 
 
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_the_recipe_of_a_checkpoint_is_applied_to_its_model(tmp_path: Path, ending: str) -> None:
+    torch.manual_seed(0)
+    plain, made = tmp_path / "plain.safetensors", str(tmp_path / f"made{ending}")
+    save_file(gonio.models.resolve("digits-cnn")().state_dict(), plain)
+    assert invoke("apply", "switchable-norm", str(plain), "--model", "digits-cnn", "-o", made).exit_code == 0
+    run = invoke("check", made, str(plain), "--model", "digits-cnn")
+    assert run.exit_code == 0, run.output
+    assert "28 tensors" in run.output
+    assert run.output.count("fits Sequential") == 2
+    (tmp_path / f"cut{ending}").write_bytes(Path(made).read_bytes()[:900])
+    assert invoke("check", str(tmp_path / f"cut{ending}"), "--model", "digits-cnn").exit_code in (1, 3)
+
+
 # --- transformers -----------------------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
