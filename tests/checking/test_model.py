@@ -93,6 +93,47 @@ def test_what_stands_before_all_names_is_a_note(prefix: str, note: str) -> None:
     assert "fits Sequential by name and shape: 9 tensors" in found.notes
 
 
+def prefixed(prefix: str, state: State) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def test_what_stands_before_the_names_of_the_model_alone() -> None:
+    model = network()
+    state = prefixed("net.", without(model.state_dict(), "3.bias")) | {"loss.weight": seeded(4)}
+    found = gonio.check(state, model=model)
+    assert [(f.code, f.path) for f in found.findings] == [("G719", "3.bias"), ("G720", "loss")]
+    assert "names are compared without net., which stands before 8 of 9" in found.notes
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    assert [path for _, path, _ in told(averaged, model)] == ["n_averaged"]
+    few = prefixed("a.", {"0.weight": seeded(24, 16)}) | {f"b.{i}.x": seeded(3, seed=i) for i in range(3)}
+    assert [(code, path) for code, path, _ in told(few, model)] == [("G719", "")]
+    assert [(code, path) for code, path, _ in told(averaged, nn.Linear(4, 4))] == [("G719", "")]
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel, torch.compile])
+def test_a_wrapped_model_is_held_against_the_file_of_its_content(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = network()
+    found = gonio.check(without(model.state_dict(), "3.bias"), model=wrap(model))
+    assert [(f.code, f.path) for f in found.findings] == [("G719", "3.bias")]
+    assert "names are compared without those of wrappers (_orig_mod, module, …)" in found.notes
+    assert told(wrap(model).state_dict(), wrap(model)) == []
+
+
+def test_a_checkpoint_of_several_models_has_the_one_that_fits(tmp_path: Path) -> None:
+    model, other = network(), nn.Linear(6, 3)
+    torch.save({"first": other.state_dict(), "second": model.state_dict()}, tmp_path / "both.pt")
+    for one, name, count in ((other, "first", 2), (model, "second", 9)):
+        found = gonio.check(tmp_path / "both.pt", model=one)
+        assert not [f for f in found.findings if f.code in ("G719", "G720")]
+        assert f"names are compared without {name}., which stands before {count} of 11" in found.notes
+        assert f"fits {type(one).__name__} by name and shape: {count} tensors" in found.notes
+    torch.save([*model.parameters()], tmp_path / "list.pt")
+    found = gonio.check(tmp_path / "list.pt", model=model)
+    assert [f.found for f in found.findings if f.code == "G719"] == [
+        "none of its 6 tensors is one of Sequential by name: 0, and there 0.weight"
+    ]
+
+
 def test_another_architecture_is_told_once() -> None:
     others = {f"blocks.{i}.proj.weight": seeded(8, 8, seed=i) for i in range(5)}
     said = "none of its 5 tensors is one of Sequential by name: blocks.0.proj.weight, and there 0.weight"

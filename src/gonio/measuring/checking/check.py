@@ -344,8 +344,11 @@ def _beside_model(
         why = say("it holds adapters, and a model is compared with a checkpoint of all its tensors")
         do = say("Compare the base model, or measure both: gonio.measure(ADAPTER, base=MODEL).")
         raise NotApplicableError("check(model=)", plain(source), why, do)
-    shapes = {p.name: None if p.reason else p.shape for p in held.places if not p.beside}
+    known = [place for place in held.places if not place.beside]
+    shapes = {place.name: None if place.reason else place.shape for place in known or held.places}
     fit = fit_of(model, shapes)
+    if fit.fitting and not known:  # the model is one of several parts of the checkpoint
+        fit = replace(fit, unknown=())
     return unlike_model(fit, model, shapes, held.problems), tuple(fitted(fit, model, len(shapes)))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import copy_of
+from gonio.editing.where import unwrapped
 from gonio.errors import MissingExtraError, first_line, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import clean_names
@@ -39,7 +40,8 @@ class ModelFit:
         reshaped: the shapes in the checkpoint and in the model, where they differ.
         fitting: how many tensors of the checkpoint have a place in the model; 0 where no name is in both.
         refused: why the library of the model does not load the checkpoint at all; empty if it does.
-        prefix: what was removed from the beginning of all names, and `wrapped` whether names of wrappers were.
+        prefix: what was removed from the beginning of names, and `prefixed` of how many. `wrapped`: whether names of
+            wrappers were.
     """
 
     missing: Shapes = field(default_factory=dict)
@@ -48,6 +50,7 @@ class ModelFit:
     fitting: int = 0
     refused: str = ""
     prefix: str = ""
+    prefixed: int = 0
     wrapped: bool = False
 
     @property
@@ -112,8 +115,9 @@ def fit_of(model: nn.Module, shapes: Shapes) -> ModelFit:
     The `load_state_dict` of a copy whose tensors are on the meta device takes tensors of these shapes, so that the
     names of former versions are read as its layers read them. For a model of transformers whose names differ from those
     of the checkpoint its `from_pretrained` is asked, which knows the names of former versions and joins experts. Where
-    no name fits, names are compared without those of wrappers, and without what stands before all of them. A tensor
-    that the model shares under two names is not missed under the second one.
+    no name fits, the model is asked without its wrappers, and names are compared without those of wrappers, and without
+    what stands before all of them, or before most names of the model. A tensor that the model shares under two names is
+    not missed under the second one.
 
     Args:
         shapes: of all tensors of the checkpoint.
@@ -134,14 +138,18 @@ def fit_of(model: nn.Module, shapes: Shapes) -> ModelFit:
     found = _fit(model, state, shapes)
     if found.fitting:
         return found
+    if (inner := unwrapped(model)) is not model:
+        within = fit_of(inner, shapes)
+        return replace(within, wrapped=True) if within.fitting else found
     renamed = {clean: shapes[name] for name, clean in clean_names(shapes).items()}
-    prefix = common_prefix(renamed, state)
+    prefix = common_prefix(renamed, state) or _usual_prefix(renamed, shapes_of(state))
     if not prefix and renamed == shapes:
         return found
     other = _fit(model, state, {name.removeprefix(prefix): shape for name, shape in renamed.items()})
     if not other.fitting:
         return found
-    return replace(other, prefix=prefix, wrapped=renamed.keys() != shapes.keys())
+    prefixed = sum(name.startswith(prefix) for name in renamed) if prefix else 0
+    return replace(other, prefix=prefix, prefixed=prefixed, wrapped=renamed.keys() != shapes.keys())
 
 
 def common_prefix(given: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -157,6 +165,20 @@ def common_prefix(given: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         if all(name.startswith(start) for name in given) and any(name.removeprefix(start) in own for name in given):
             return start
     return ""
+
+
+def _usual_prefix(given: Shapes, own: Shapes) -> str:
+    """What stands before most tensors of the model, by name and shape, where a checkpoint holds others beside them.
+
+    Example:
+        >>> from gonio.measuring.reading.fitting import _usual_prefix
+        >>> _usual_prefix({"net.fc.weight": (2, 3), "net.fc.bias": (2,), "loss.weight": (2,)}, {"fc.bias": (2,)})
+        'net.'
+    """
+    dots = ((name, at + 1) for name in given for at, letter in enumerate(name) if letter == ".")
+    starts = Counter(name[:at] for name, at in dots if name[at:] in own and _alike(given[name], own[name[at:]]))
+    start, count = starts.most_common(1)[0] if starts else ("", 0)  # of several the first in the file
+    return start if 2 * count > len(own) else ""
 
 
 def _fit(model: nn.Module, state: Mapping[str, Any], shapes: Shapes) -> ModelFit:
@@ -379,16 +401,18 @@ def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
     """The notes on a comparison with a model: that all fits, and which parts of names were left out."""
     notes = []
     if fit.prefix:
+        told = {"prefix": plain(fit.prefix), "n": fit.prefixed, "every": tensors}
         notes.append(
-            say("names are compared without {prefix}, which stands before all of them", prefix=plain(fit.prefix))
+            say("names are compared without {prefix}, which stands before all of them", **told)
+            if fit.prefixed == tensors
+            else say("names are compared without {prefix}, which stands before {n} of {every}", **told)
         )
     if fit.wrapped:
         notes.append(say("names are compared without those of wrappers (_orig_mod, module, …)"))
     if fit.whole:
         name_of = plain(type(model).__name__, longest=80)
-        notes.append(
-            say("fits {model} by name and shape: {tensors}", model=name_of, tensors=counted(tensors, "tensor"))
-        )
+        count = counted(fit.prefixed or tensors, "tensor")
+        notes.append(say("fits {model} by name and shape: {tensors}", model=name_of, tensors=count))
     return notes
 
 
