@@ -308,6 +308,18 @@ def test_a_shard_that_is_lost_is_told_once(tmp_path: Path) -> None:
     assert {finding.code for finding in found} == {"G702"}, found
 
 
+def test_adapters_are_tensors_of_a_model_that_has_them() -> None:
+    foreign.transformers()  # peft imports it
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["0", "3"], r=2)
+    model = peft.get_peft_model(network(), config)
+    state = model.state_dict()
+    assert told(state, model) == []
+    assert [path for _, path, _ in told(without(state, next(n for n in state if "lora_A" in n)), model)]
+    with pytest.raises(NotApplicableError, match="holds adapters"):
+        gonio.check(state, model=network())
+
+
 def test_the_command_builds_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = gonio.models.resolve("digits-cnn")().state_dict()

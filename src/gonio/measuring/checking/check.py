@@ -340,7 +340,8 @@ def _beside_model(
     if not isinstance(model, nn.Module):
         found = type(model).__name__
         raise InvalidArgumentError("check(model=) takes a model", found, "Build it, on the meta device if it is large.")
-    if adapters:
+    own = model.state_dict(keep_vars=True)
+    if any(part not in own for adapter in adapters for part in adapter.parts):
         why = say("it holds adapters, and a model is compared with a checkpoint of all its tensors")
         do = say("Compare the base model, or measure both: gonio.measure(ADAPTER, base=MODEL).")
         raise NotApplicableError("check(model=)", plain(source), why, do)
