@@ -306,6 +306,9 @@ def test_a_shard_that_is_lost_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     found = gonio.check(tmp_path, model=model).findings
     assert {finding.code for finding in found} == {"G702"}, found
+    (tmp_path / "b.safetensors").write_bytes(b"cut")
+    found = gonio.check(tmp_path, model=model).findings
+    assert {finding.code for finding in found} == {"G701"}, found
 
 
 def test_adapters_are_tensors_of_a_model_that_has_them() -> None:
