@@ -342,6 +342,19 @@ def test_the_command_builds_the_model(tmp_path: Path) -> None:
     assert "digits-cnn" in run.output
 
 
+def test_a_model_that_loads_values_while_it_is_built(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    save_file(nn.Linear(3, 3).state_dict(), tmp_path / "a.safetensors")
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def net():\n    model = nn.Linear(3, 3)\n"
+        "    model.load_state_dict({'weight': torch.zeros(3, 3, device='cpu'), 'bias': torch.zeros(3, device='cpu')})\n"
+        "    return model\n"
+    )
+    run = invoke("check", str(tmp_path / "a.safetensors"), "--model", f"{tmp_path / 'net.py'}:net")
+    assert run.exit_code == 0
+    assert not [str(each.message) for each in recwarn if "copying" in str(each.message)]
+
+
 @pytest.mark.parametrize("ending", [".safetensors", ".pt"])
 def test_the_recipe_of_a_checkpoint_is_applied_to_its_model(tmp_path: Path, ending: str) -> None:
     torch.manual_seed(0)
