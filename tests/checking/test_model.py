@@ -208,8 +208,22 @@ class Refuses(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class Returns(nn.Linear):
+    """One whose own loader returns nothing."""
+
+    def load_state_dict(self, *given: Any, **options: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(*given, **options)
+
+
 @pytest.mark.parametrize(
-    "make", [old_weight_norm, lazy, parametrized, lambda: Counts(6, 4), lambda: Refuses(6, 4), nn.ReLU]
+    "make",
+    [
+        old_weight_norm,
+        lazy,
+        parametrized,
+        nn.ReLU,
+        *(lambda kind=kind: kind(6, 4) for kind in (Counts, Refuses, Returns)),
+    ],
 )
 def test_models_of_other_kinds(make: Callable[[], nn.Module]) -> None:
     model = make()
@@ -421,6 +435,14 @@ def test_the_folder_of_a_model_of_transformers(tmp_path: Path) -> None:
     assert run.exit_code == 1
     assert "48×32, and 64×32 in LlamaForCausalLM" in run.output
     assert "LOAD REPORT" not in run.output
+
+
+def test_transformers_reads_no_vector_for_one_number() -> None:
+    t = foreign.transformers()
+    text = {**SIZES, "projection_dim": 16}
+    model = t.CLIPModel(t.CLIPConfig(text_config=text, vision_config={**text, "image_size": 32, "patch_size": 16}))
+    found = fit_of(model, {**shapes_of(model.state_dict()), "logit_scale": (1,)})
+    assert dict(found.reshaped) == {"logit_scale": ((1,), ())}
 
 
 def test_an_encoder_without_its_head_lacks_the_head_alone(tmp_path: Path) -> None:

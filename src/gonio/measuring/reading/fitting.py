@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -185,9 +185,9 @@ def _fit(model: nn.Module, state: Mapping[str, Any], shapes: Shapes) -> ModelFit
     own = shapes_of(state)
     found = compared(own, shapes)
     if not found.whole:
-        found = _loaded(model, state, shapes, found)
-    if not found.whole:
-        found = _by_transformers(model, own, shapes) or found
+        loaded = _loaded(model, state, shapes, found)
+        asked = found.reshaped or not loaded.whole  # transformers reads no tensor of another shape, as torch may
+        found = (_by_transformers(model, own, shapes) if asked else None) or loaded
     missing: dict[int, str] = {}  # one name of each tensor
     for name in found.missing:
         missing.setdefault(id(state.get(name, name)), name)
@@ -202,16 +202,14 @@ def _loaded(model: nn.Module, state: Mapping[str, Any], shapes: Shapes, found: M
     tensors = [*model.parameters(), *model.buffers(), *(t for t in state.values() if isinstance(t, Tensor))]
     empty = {id(tensor): _empty_like(tensor) for tensor in tensors if not is_lazy(tensor)}
     read = _ShapesRead(state.keys())
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            twin = copy_of(model, instead=empty)
-            for module in twin.modules():
-                module.register_load_state_dict_pre_hook(read)  # after those of the module
-            with torch.device("meta"):  # also what a layer makes anew for a tensor of another shape
-                made = twin.load_state_dict(_without_values(shapes, own), strict=False)
-    except Exception:  # whatever hooks of the model raise without values; names and shapes are compared all the same
-        missing, unknown, reshaped = [*found.missing], found.unknown, found.reshaped
-    else:
+    missing, unknown, reshaped = [*found.missing], found.unknown, found.reshaped
+    # whatever hooks raise without values, or a loader that returns nothing: names and shapes are compared all the same
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
+        twin = copy_of(model, instead=empty)
+        for module in twin.modules():
+            module.register_load_state_dict_pre_hook(read)  # after those of the module
+        with torch.device("meta"):  # also what a layer makes anew for a tensor of another shape
+            made = twin.load_state_dict(_without_values(shapes, own), strict=False)
         missing = [name for name in made.missing_keys if name in own and name not in read.states]
         unknown, reshaped = tuple(made.unexpected_keys), read.reshaped
     lost = set(missing)
