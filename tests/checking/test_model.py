@@ -93,6 +93,47 @@ def test_what_stands_before_all_names_is_a_note(prefix: str, note: str) -> None:
     assert "fits Sequential by name and shape: 9 tensors" in found.notes
 
 
+def prefixed(prefix: str, state: State) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def test_what_stands_before_the_names_of_the_model_alone() -> None:
+    model = network()
+    state = prefixed("net.", without(model.state_dict(), "3.bias")) | {"loss.weight": seeded(4)}
+    found = gonio.check(state, model=model)
+    assert [(f.code, f.path) for f in found.findings] == [("G719", "3.bias"), ("G720", "loss")]
+    assert "names are compared without net., which stands before 8 of 9" in found.notes
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    assert [path for _, path, _ in told(averaged, model)] == ["n_averaged"]
+    few = prefixed("a.", {"0.weight": seeded(24, 16)}) | {f"b.{i}.x": seeded(3, seed=i) for i in range(3)}
+    assert [(code, path) for code, path, _ in told(few, model)] == [("G719", "")]
+    assert [(code, path) for code, path, _ in told(averaged, nn.Linear(4, 4))] == [("G719", "")]
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel, torch.compile])
+def test_a_wrapped_model_is_held_against_the_file_of_its_content(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = network()
+    found = gonio.check(without(model.state_dict(), "3.bias"), model=wrap(model))
+    assert [(f.code, f.path) for f in found.findings] == [("G719", "3.bias")]
+    assert "names are compared without those of wrappers (_orig_mod, module, …)" in found.notes
+    assert told(wrap(model).state_dict(), wrap(model)) == []
+
+
+def test_a_checkpoint_of_several_models_has_the_one_that_fits(tmp_path: Path) -> None:
+    model, other = network(), nn.Linear(6, 3)
+    torch.save({"first": other.state_dict(), "second": model.state_dict()}, tmp_path / "both.pt")
+    for one, name, count in ((other, "first", 2), (model, "second", 9)):
+        found = gonio.check(tmp_path / "both.pt", model=one)
+        assert not [f for f in found.findings if f.code in ("G719", "G720")]
+        assert f"names are compared without {name}., which stands before {count} of 11" in found.notes
+        assert f"fits {type(one).__name__} by name and shape: {count} tensors" in found.notes
+    torch.save([*model.parameters()], tmp_path / "list.pt")
+    found = gonio.check(tmp_path / "list.pt", model=model)
+    assert [f.found for f in found.findings if f.code == "G719"] == [
+        "none of its 6 tensors is one of Sequential by name: 0, and there 0.weight"
+    ]
+
+
 def test_another_architecture_is_told_once() -> None:
     others = {f"blocks.{i}.proj.weight": seeded(8, 8, seed=i) for i in range(5)}
     said = "none of its 5 tensors is one of Sequential by name: blocks.0.proj.weight, and there 0.weight"
@@ -167,8 +208,22 @@ class Refuses(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class Returns(nn.Linear):
+    """One whose own loader returns nothing."""
+
+    def load_state_dict(self, *given: Any, **options: Any) -> None:  # type: ignore[override]
+        super().load_state_dict(*given, **options)
+
+
 @pytest.mark.parametrize(
-    "make", [old_weight_norm, lazy, parametrized, lambda: Counts(6, 4), lambda: Refuses(6, 4), nn.ReLU]
+    "make",
+    [
+        old_weight_norm,
+        lazy,
+        parametrized,
+        nn.ReLU,
+        *(lambda kind=kind: kind(6, 4) for kind in (Counts, Refuses, Returns)),
+    ],
 )
 def test_models_of_other_kinds(make: Callable[[], nn.Module]) -> None:
     model = make()
@@ -179,6 +234,71 @@ def test_models_of_other_kinds(make: Callable[[], nn.Module]) -> None:
     for name in shapes:
         lost = fit_of(model, {kept: shape for kept, shape in shapes.items() if kept != name})
         assert name in lost.missing
+
+
+class Renamed(nn.Module):
+    """One that reads a linear layer of former files, under another name and as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 4, 1)
+        self.register_load_state_dict_pre_hook(self._read)
+
+    @staticmethod
+    def _read(module: nn.Module, state: State, prefix: str, *_: Any) -> None:
+        for part in ("weight", "bias"):
+            if (tensor := state.pop(f"{prefix}linear.{part}", None)) is not None:
+                state[f"{prefix}conv.{part}"] = tensor[..., None, None] if part == "weight" else tensor
+
+
+def test_shapes_are_compared_when_the_hooks_of_the_model_have_read_the_names() -> None:
+    model, bias = nn.Sequential(Renamed()), seeded(4)
+    assert told({"0.linear.weight": seeded(4, 6), "0.linear.bias": bias}, model) == []
+    found = told({"0.linear.weight": seeded(4, 5), "0.linear.bias": bias}, model)
+    assert found == [("G719", "0.conv", "4×5×1×1, and 4×6×1×1 in Sequential")]
+
+
+class Sized(nn.Linear):
+    """One that makes a buffer of the size that the file has."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if (seen := state_dict.get(f"{prefix}seen")) is not None:
+            self.seen = torch.zeros(seen.shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_what_a_layer_sizes_by_the_file_fits() -> None:
+    model = Sized()
+    state = without(model.state_dict(), "bias") | {"seen": seeded(7)}
+    assert told(state, model) == [("G719", "bias", "missing: Sized has it (4)")]
+    assert model.seen.shape == (0,)
+
+
+class Counted(nn.Linear):
+    """One whose own state is a tensor of any size."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(3)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.total = state.sum().item()
+
+
+def test_a_state_that_the_layer_reads_itself_has_any_size() -> None:
+    model = nn.Sequential(Counted(6, 4))
+    assert told(model.state_dict() | {"0._extra_state": seeded(9)}, model) == []
+    assert [code for code, *_ in told(without(model.state_dict(), "0._extra_state"), model)] == ["G719"]
+
+
+def test_one_number_is_read_from_a_vector_as_torch_does() -> None:
+    model = network()
+    assert told(model.state_dict() | {"1.num_batches_tracked": torch.tensor([7])}, model) == []
+    found = told(model.state_dict() | {"1.num_batches_tracked": torch.tensor([[7]])}, model)
+    assert found == [("G719", "1.num_batches_tracked", "1×1, and a single number in Sequential")]
 
 
 def test_only_a_model_is_taken() -> None:
@@ -197,6 +317,20 @@ def test_a_shard_that_is_lost_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     found = gonio.check(tmp_path, model=model).findings
     assert {finding.code for finding in found} == {"G702"}, found
+    (tmp_path / "b.safetensors").write_bytes(b"cut")
+    found = gonio.check(tmp_path, model=model).findings
+    assert {finding.code for finding in found} == {"G701"}, found
+
+
+def test_adapters_are_tensors_of_a_model_that_has_them() -> None:
+    foreign.transformers()  # peft imports it
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["0", "3"], r=2)
+    model = peft.get_peft_model(network(), config)
+    state = model.state_dict()
+    assert told(state, model) == []
+    assert [path for _, path, _ in told(without(state, next(n for n in state if "lora_A" in n)), model)]
+    assert [code for code, *_ in told(state, network())] == ["G719"]
 
 
 def test_the_command_builds_the_model(tmp_path: Path) -> None:
@@ -216,6 +350,33 @@ def test_the_command_builds_the_model(tmp_path: Path) -> None:
     run = invoke("check", str(tmp_path / "ckpt.safetensors"), "--model", "digits-cmm")
     assert run.exit_code == 2
     assert "digits-cnn" in run.output
+
+
+def test_a_model_that_loads_values_while_it_is_built(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    save_file(nn.Linear(3, 3).state_dict(), tmp_path / "a.safetensors")
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def net():\n    model = nn.Linear(3, 3)\n"
+        "    model.load_state_dict({'weight': torch.zeros(3, 3, device='cpu'), 'bias': torch.zeros(3, device='cpu')})\n"
+        "    return model\n"
+    )
+    run = invoke("check", str(tmp_path / "a.safetensors"), "--model", f"{tmp_path / 'net.py'}:net")
+    assert run.exit_code == 0
+    assert not [str(each.message) for each in recwarn if "copying" in str(each.message)]
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_the_recipe_of_a_checkpoint_is_applied_to_its_model(tmp_path: Path, ending: str) -> None:
+    torch.manual_seed(0)
+    plain, made = tmp_path / "plain.safetensors", str(tmp_path / f"made{ending}")
+    save_file(gonio.models.resolve("digits-cnn")().state_dict(), plain)
+    assert invoke("apply", "switchable-norm", str(plain), "--model", "digits-cnn", "-o", made).exit_code == 0
+    run = invoke("check", made, str(plain), "--model", "digits-cnn")
+    assert run.exit_code == 0, run.output
+    assert "28 tensors" in run.output
+    assert run.output.count("fits Sequential") == 2
+    (tmp_path / f"cut{ending}").write_bytes(Path(made).read_bytes()[:900])
+    assert invoke("check", str(tmp_path / f"cut{ending}"), "--model", "digits-cnn").exit_code in (1, 3)
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -270,6 +431,14 @@ def test_the_folder_of_a_model_of_transformers(tmp_path: Path) -> None:
     assert run.exit_code == 1
     assert "48×32, and 64×32 in LlamaForCausalLM" in run.output
     assert "LOAD REPORT" not in run.output
+
+
+def test_transformers_reads_no_vector_for_one_number() -> None:
+    t = foreign.transformers()
+    text = {**SIZES, "projection_dim": 16}
+    model = t.CLIPModel(t.CLIPConfig(text_config=text, vision_config={**text, "image_size": 32, "patch_size": 16}))
+    found = fit_of(model, {**shapes_of(model.state_dict()), "logit_scale": (1,)})
+    assert dict(found.reshaped) == {"logit_scale": ((1,), ())}
 
 
 def test_an_encoder_without_its_head_lacks_the_head_alone(tmp_path: Path) -> None:

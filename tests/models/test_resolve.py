@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import foreign
 from gonio.errors import InvalidArgumentError, MissingExtraError, NotApplicableError, UnknownNameError
 from gonio.models import resolve
 from gonio.models.by_name import code_digest
@@ -103,6 +105,9 @@ class Recorder:
 
     get_model = create_model
 
+    def get_model_builder(self, name: str) -> Callable[..., None]:
+        return lambda *, weights=None, num_classes=None: None
+
 
 @pytest.mark.parametrize(
     ("source", "options"),
@@ -120,3 +125,18 @@ def test_libraries_get_their_names_of_the_sizes_and_no_weights(
     assert library.calls == [("resnet18", options)]
     with pytest.raises(UnknownNameError, match=rf"no {source} model named 'resnet1'\. Did you mean resnet18\?"):
         resolve(f"{source}:resnet1")
+
+
+def test_the_part_of_a_model_of_torchvision_that_others_trained_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchvision = foreign.torchvision()
+    loaded: list[str] = []
+
+    def load(url: str, *_: object, **__: object) -> dict[str, object]:
+        loaded.append(url)
+        raise OSError(url)
+
+    monkeypatch.setattr(torchvision.models._api, "load_state_dict_from_url", load)
+    for name in ("fcn_resnet50", "ssdlite320_mobilenet_v3_large"):
+        with torch.device("meta"):
+            resolve(f"torchvision:{name}")(num_classes=3)
+    assert not loaded

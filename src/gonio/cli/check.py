@@ -51,6 +51,7 @@ def check(
     Finds damaged, missing, overlapping and cut-off tensors, NaN and infinity, zero, constant and equal rows, and
     tensors far from those of other layers. No code in a file runs.
     """
+    from gonio.cli.checkpoint import model_of
     from gonio.cli.inputs import build_empty, in_cache
 
     if len(paths) > 1 and (save_to or against):
@@ -65,7 +66,8 @@ def check(
     results, unread = [], 0
     for path in [in_cache(path) or path for path in paths]:
         try:
-            results.append(_checked(path, against, built, jobs))
+            own = None if model is None or built is None else model_of(path, model, built)
+            results.append(_checked(path, against, own, jobs))
         except (UnreadableFileError, MissingExtraError, OSError) as error:
             if len(paths) == 1:
                 raise

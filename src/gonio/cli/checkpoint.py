@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import gonio
 from gonio.cli.app import check_folders, print_err
 from gonio.cli.inputs import build_model, in_cache
-from gonio.errors import InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
+from gonio.errors import GonioError, InvalidArgumentError, NotApplicableError, UnreadableFileError, listing
 from gonio.measuring.reading.adapters import AdapterConfig, adapters_in, may_hold_adapters
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import StoredTensor, clean_names
@@ -24,7 +25,7 @@ from gonio.measuring.reading.fitting import common_prefix, compared, shapes_of
 from gonio.measuring.reading.opened import intact
 from gonio.measuring.reading.shards import KINDS, is_index
 from gonio.measuring.reading.source import absent, files_in, open_files
-from gonio.measuring.reading.torch_files import SUFFIXES, state_of_torch
+from gonio.measuring.reading.torch_files import SUFFIXES, mapped_content, state_of_torch
 from gonio.messages import counted, joined, say
 from gonio.parametrizations.checkpoints import kinds_in
 from gonio.recipes import Recipe
@@ -79,13 +80,18 @@ def read(path: str, *, key: str | None = None) -> Checkpoint:
             state, metadata = held.state, content if held.at else {}
         else:
             state, metadata = _safetensors(files[0]) if key is None else _parts(files, key)
-    seed, folded = str(metadata.get(_SEED, 0)), str(metadata.get(_FOLDED, ""))
-    text, expected = metadata.get(_RECIPE), metadata.get(_HASH)
+    recipe, seed = _recipe_in(metadata, path)
+    return Checkpoint(path, state, recipe, seed, str(metadata.get(_FOLDED, "")))
+
+
+def _recipe_in(metadata: Mapping[str, Any], path: str) -> tuple[Recipe | None, int]:
+    """The recipe that a checkpoint states, and its seed."""
+    seed, text, expected = str(metadata.get(_SEED, 0)), metadata.get(_RECIPE), metadata.get(_HASH)
     recipe = Recipe.from_yaml(text, origin=f"the recipe in {path}") if isinstance(text, str) else None
     if recipe is not None and expected not in (None, recipe.hash):
         found = f"its recipe {recipe.name!r} does not have the hash that the file states"
         raise UnreadableFileError(path, found, "It was changed: apply the recipe to a plain checkpoint again.")
-    return Checkpoint(path, state, recipe, int(seed) if seed.isdecimal() else 0, folded)
+    return recipe, int(seed) if seed.isdecimal() else 0
 
 
 def write(checkpoint: Checkpoint, given: Checkpoint | None = None) -> None:
@@ -139,11 +145,36 @@ def restored_model(checkpoint: Checkpoint, spec: str, *, recipe: Recipe | None =
     """
     model, used = build_model(spec), recipe or checkpoint.recipe
     if used is not None:
-        penalty = used.apply_(model, seed=checkpoint.seed).penalty
-        if penalty is not None:
-            penalty.undo_()
+        _apply_(used, model, seed=checkpoint.seed)
     load_into_(model, checkpoint)
     return model
+
+
+def _apply_(recipe: Recipe, model: nn.Module, *, seed: int) -> None:
+    penalty = recipe.apply_(model, seed=seed).penalty
+    if penalty is not None:
+        penalty.undo_()
+
+
+def model_of(path: str, spec: str, built: nn.Module) -> nn.Module:
+    """The model whose tensors a checkpoint has, without its weights: `built`, or a new one with the stated recipe."""
+    file, metadata = Path(path), dict[Any, Any]()
+    if file.suffix in _SUFFIXES and file.is_file():
+        with suppress(GonioError):  # of a damaged file, of which the check tells more
+            content = _texts(file) if file.suffix == ".safetensors" else mapped_content(file)
+            metadata = {**content} if isinstance(content, Mapping) else {}
+    recipe, seed = _recipe_in(metadata, path)
+    if recipe is None:
+        return built
+    model = build_model(spec)
+    _apply_(recipe, model, seed=seed)
+    return model
+
+
+def _texts(path: Path) -> Mapping[str, str]:
+    """The texts in the header of a safetensors file."""
+    with intact(path), safe_open(path, framework="pt", device="cpu") as file:
+        return file.metadata() or {}
 
 
 def load_into_(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def build_empty(spec: str) -> nn.Module:
         if isinstance(factory.function, Configured):
             return factory.function.empty()
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "for .*: copying from a non-meta", UserWarning)  # no value is needed
                 return drawn(factory, seed=0)
         except Exception:  # a model that computes with its weights while it is built
             return drawn(factory, seed=0)

@@ -137,7 +137,8 @@ def from_torchvision(spec: str, name: str) -> Found:
     models = load_library("torchvision", spec).models
     if name not in models.list_models():
         raise UnknownNameError("torchvision model", name, models.list_models())
-    return functools.partial(models.get_model, name, weights=None), {"num_classes": "num_classes"}
+    parts = inspect.signature(models.get_model_builder(name)).parameters.keys() & {"weights", "weights_backbone"}
+    return functools.partial(models.get_model, name, **dict.fromkeys(parts)), {"num_classes": "num_classes"}
 
 
 def from_transformers(spec: str, name: str) -> tuple[Configured, dict[str, str]]:

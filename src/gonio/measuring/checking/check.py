@@ -351,8 +351,11 @@ def _beside_model(
         unlike = unlike_base(adapters, base_entries(model), name_of_model)
         told = {"model": name_of_model, "adapters": counted(len(adapters), "adapter")}
         return unlike, () if unlike else (say("fits the layers of {model}: {adapters}", **told),)
-    shapes = {p.name: None if p.reason else p.shape for p in held.places if not p.beside}
+    known = [place for place in held.places if not place.beside]
+    shapes = {place.name: None if place.reason else place.shape for place in known or held.places}
     fit = fit_of(model, shapes)
+    if fit.fitting and not known:  # the model is one of several parts of the checkpoint
+        fit = replace(fit, unknown=())
     return unlike_model(fit, model, shapes, held.problems), tuple(fitted(fit, model, len(shapes)))
 
 

@@ -48,6 +48,7 @@ from gonio.measuring.reading.shards import (
     of_one_part,
     of_parts,
     parsed,
+    placed_in,
     weight_map,
 )
 from gonio.measuring.reading.source import absent, files_in, left_out, open_file
@@ -240,6 +241,10 @@ def _of_index(index: Path) -> Inventory:
     wanted, doubled, stated = weight_map(index)
     shards = {shard: index.parent / shard for shard in dict.fromkeys(wanted.values())}
     held, problems = _of_files(shards)
+    problems = [
+        problem if problem.path in held else replace(problem, tensors=placed_in(problem.path, wanted))
+        for problem in problems
+    ]
     gone = missing_in(index, shards)
     names = {
         shard: [*(place.name for place in found.places), *(name for name in found.objects if name in wanted)]

@@ -7,8 +7,8 @@ import re
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import copy_of
+from gonio.editing.where import unwrapped
 from gonio.errors import MissingExtraError, first_line, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import clean_names
@@ -39,7 +40,8 @@ class ModelFit:
         reshaped: the shapes in the checkpoint and in the model, where they differ.
         fitting: how many tensors of the checkpoint have a place in the model; 0 where no name is in both.
         refused: why the library of the model does not load the checkpoint at all; empty if it does.
-        prefix: what was removed from the beginning of all names, and `wrapped` whether names of wrappers were.
+        prefix: what was removed from the beginning of names, and `prefixed` of how many. `wrapped`: whether names of
+            wrappers were.
     """
 
     missing: Shapes = field(default_factory=dict)
@@ -48,6 +50,7 @@ class ModelFit:
     fitting: int = 0
     refused: str = ""
     prefix: str = ""
+    prefixed: int = 0
     wrapped: bool = False
 
     @property
@@ -112,8 +115,9 @@ def fit_of(model: nn.Module, shapes: Shapes) -> ModelFit:
     The `load_state_dict` of a copy whose tensors are on the meta device takes tensors of these shapes, so that the
     names of former versions are read as its layers read them. For a model of transformers whose names differ from those
     of the checkpoint its `from_pretrained` is asked, which knows the names of former versions and joins experts. Where
-    no name fits, names are compared without those of wrappers, and without what stands before all of them. A tensor
-    that the model shares under two names is not missed under the second one.
+    no name fits, the model is asked without its wrappers, and names are compared without those of wrappers, and without
+    what stands before all of them, or before most names of the model. A tensor that the model shares under two names is
+    not missed under the second one.
 
     Args:
         shapes: of all tensors of the checkpoint.
@@ -134,14 +138,18 @@ def fit_of(model: nn.Module, shapes: Shapes) -> ModelFit:
     found = _fit(model, state, shapes)
     if found.fitting:
         return found
+    if (inner := unwrapped(model)) is not model:
+        within = fit_of(inner, shapes)
+        return replace(within, wrapped=True) if within.fitting else found
     renamed = {clean: shapes[name] for name, clean in clean_names(shapes).items()}
-    prefix = common_prefix(renamed, state)
+    prefix = common_prefix(renamed, state) or _usual_prefix(renamed, shapes_of(state))
     if not prefix and renamed == shapes:
         return found
     other = _fit(model, state, {name.removeprefix(prefix): shape for name, shape in renamed.items()})
     if not other.fitting:
         return found
-    return replace(other, prefix=prefix, wrapped=renamed.keys() != shapes.keys())
+    prefixed = sum(name.startswith(prefix) for name in renamed) if prefix else 0
+    return replace(other, prefix=prefix, prefixed=prefixed, wrapped=renamed.keys() != shapes.keys())
 
 
 def common_prefix(given: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -159,13 +167,27 @@ def common_prefix(given: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return ""
 
 
+def _usual_prefix(given: Shapes, own: Shapes) -> str:
+    """What stands before most tensors of the model, by name and shape, where a checkpoint holds others beside them.
+
+    Example:
+        >>> from gonio.measuring.reading.fitting import _usual_prefix
+        >>> _usual_prefix({"net.fc.weight": (2, 3), "net.fc.bias": (2,), "loss.weight": (2,)}, {"fc.bias": (2,)})
+        'net.'
+    """
+    dots = ((name, at + 1) for name in given for at, letter in enumerate(name) if letter == ".")
+    starts = Counter(name[:at] for name, at in dots if name[at:] in own and _alike(given[name], own[name[at:]]))
+    start, count = starts.most_common(1)[0] if starts else ("", 0)  # of several the first in the file
+    return start if 2 * count > len(own) else ""
+
+
 def _fit(model: nn.Module, state: Mapping[str, Any], shapes: Shapes) -> ModelFit:
     own = shapes_of(state)
     found = compared(own, shapes)
     if not found.whole:
-        found = _loaded(model, state, shapes, found)
-    if not found.whole:
-        found = _by_transformers(model, own, shapes) or found
+        loaded = _loaded(model, state, shapes, found)
+        asked = found.reshaped or not loaded.whole  # transformers reads no tensor of another shape, as torch may
+        found = (_by_transformers(model, own, shapes) if asked else None) or loaded
     missing: dict[int, str] = {}  # one name of each tensor
     for name in found.missing:
         missing.setdefault(id(state.get(name, name)), name)
@@ -179,18 +201,45 @@ def _loaded(model: nn.Module, state: Mapping[str, Any], shapes: Shapes, found: M
     own = shapes_of(state)
     tensors = [*model.parameters(), *model.buffers(), *(t for t in state.values() if isinstance(t, Tensor))]
     empty = {id(tensor): _empty_like(tensor) for tensor in tensors if not is_lazy(tensor)}
-    fitting = {name: shape for name, shape in shapes.items() if name not in found.reshaped}
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            made = copy_of(model, instead=empty).load_state_dict(_without_values(fitting, own), strict=False)
-    except Exception:  # whatever hooks of the model raise without values; names and shapes are compared all the same
-        missing, unknown = [*found.missing], found.unknown
-    else:
-        missing = [name for name in made.missing_keys if name in own and name not in found.reshaped]
-        unknown = tuple(made.unexpected_keys)
+    read = _ShapesRead(state.keys())
+    missing, unknown, reshaped = [*found.missing], found.unknown, found.reshaped
+    # whatever hooks raise without values, or a loader that returns nothing: names and shapes are compared all the same
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
+        twin = copy_of(model, instead=empty)
+        for module in twin.modules():
+            module.register_load_state_dict_pre_hook(read)  # after those of the module
+        with torch.device("meta"):  # also what a layer makes anew for a tensor of another shape
+            made = twin.load_state_dict(_without_values(shapes, own), strict=False)
+        missing = [name for name in made.missing_keys if name in own and name not in read.states]
+        unknown, reshaped = tuple(made.unexpected_keys), read.reshaped
     lost = set(missing)
     held = {id(tensor) for name, tensor in state.items() if name not in lost}
-    return ModelFit({n: own[n] for n in missing if id(state[n]) not in held}, unknown, found.reshaped)
+    return ModelFit({n: own[n] for n in missing if id(state[n]) not in held}, unknown, reshaped)
+
+
+class _ShapesRead:
+    """A hook of every module that finds the shapes which torch would refuse, once the names are those of the model.
+
+    In their place it leaves tensors that fit, so that all are found. States that a module reads itself
+    (`set_extra_state`) may have any size and need values: the module does not get them.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self.reshaped: dict[str, tuple[Shape, Shape]] = {}
+        self.states: set[str] = set()
+
+    def __call__(self, module: nn.Module, given: dict[str, Any], prefix: str, *_: Any) -> None:
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, own in (*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)):
+            tensor = given.get(prefix + name) if prefix + name in self._names else None
+            if tensor is None or is_lazy(own) or own.shape == tensor.shape:
+                continue
+            if own.ndim or tensor.ndim != 1:  # torch reads the first of several numbers, as files of 2017 have one
+                self.reshaped[prefix + name] = tuple(tensor.shape), tuple(own.shape)
+                given[prefix + name] = torch.empty_like(own, device="meta")
+        if (name := f"{prefix}_extra_state") in self._names and given.pop(name, None) is not None:
+            self.states.add(name)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -256,7 +305,7 @@ def _from_pretrained(model: Any, own: Shapes, shapes: Shapes) -> ModelFit | None
         made, info = type(model).from_pretrained(None, config=copy.deepcopy(model.config), state_dict=state, **how)
     if shapes_of(made.state_dict()) != own:
         return None
-    reshaped = {name: (tuple(given), tuple(wanted)) for name, given, wanted in info["mismatched_keys"]}
+    reshaped = {name: (tuple(given), tuple(wanted)) for name, given, wanted in sorted(info["mismatched_keys"])}
     missing = {name: own.get(name) for name in sorted(info["missing_keys"]) if name not in reshaped}
     return ModelFit(missing, tuple(sorted(info["unexpected_keys"])), reshaped)
 
@@ -350,16 +399,18 @@ def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
     """The notes on a comparison with a model: that all fits, and which parts of names were left out."""
     notes = []
     if fit.prefix:
+        told = {"prefix": plain(fit.prefix), "n": fit.prefixed, "every": tensors}
         notes.append(
-            say("names are compared without {prefix}, which stands before all of them", prefix=plain(fit.prefix))
+            say("names are compared without {prefix}, which stands before all of them", **told)
+            if fit.prefixed == tensors
+            else say("names are compared without {prefix}, which stands before {n} of {every}", **told)
         )
     if fit.wrapped:
         notes.append(say("names are compared without those of wrappers (_orig_mod, module, …)"))
     if fit.whole:
         name_of = plain(type(model).__name__, longest=80)
-        notes.append(
-            say("fits {model} by name and shape: {tensors}", model=name_of, tensors=counted(tensors, "tensor"))
-        )
+        count = counted(fit.prefixed or tensors, "tensor")
+        notes.append(say("fits {model} by name and shape: {tensors}", model=name_of, tensors=count))
     return notes
 
 

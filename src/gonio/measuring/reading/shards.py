@@ -131,6 +131,11 @@ def missing_in(index: Path, shards: Iterable[str]) -> dict[str, Message]:
     }
 
 
+def placed_in(shard: str, wanted: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the tensors that an index places in a shard."""
+    return tuple(name for name, place in wanted.items() if place == shard)
+
+
 def misplaced(
     wanted: Mapping[str, str], doubled: Sequence[str], held: Mapping[str, Collection[str]], gone: Mapping[str, Message]
 ) -> Iterator[Problem]:
@@ -143,7 +148,7 @@ def misplaced(
     for shard, count in Counter(wanted.values()).items():
         if shard in gone:
             told = {"tensors": counted(count, "tensor"), "why": gone[shard]}
-            lost = tuple(name for name, place in wanted.items() if place == shard)
+            lost = placed_in(shard, wanted)
             yield Problem("G702", shard, say("{why}; the index places {tensors} in it", **told), lost)
     places: dict[str, list[str]] = {}
     for shard, names in held.items():
