@@ -330,7 +330,7 @@ def test_adapters_are_tensors_of_a_model_that_has_them() -> None:
     state = model.state_dict()
     assert told(state, model) == []
     assert [path for _, path, _ in told(without(state, next(n for n in state if "lora_A" in n)), model)]
-    assert [code for code, *_ in told(state, network())] == ["G719"]
+    assert told(state, network()) == []  # the layers that the adapters adapt are there
 
 
 def test_the_command_builds_the_model(tmp_path: Path) -> None:
