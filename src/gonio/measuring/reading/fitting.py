@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from gonio.editing.twin import copy_of
 from gonio.editing.where import unwrapped
-from gonio.errors import MissingExtraError, first_line, listing
+from gonio.errors import first_line, import_extra, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import clean_names
 from gonio.measuring.reading.opened import Problem
@@ -260,11 +260,12 @@ def _by_transformers(model: nn.Module, own: Shapes, shapes: Shapes) -> ModelFit 
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None or not isinstance(model, base):
         return None
+    what = say("holding a checkpoint against a model of transformers")
+    import_extra(
+        "accelerate", what, package="accelerate", extra="models"
+    )  # without it no model is built without values
     try:
         return _from_pretrained(model, own, shapes)
-    except ImportError as error:
-        what = say("holding a checkpoint against a model of transformers")
-        raise MissingExtraError(what, "accelerate", "models") from error
     except Exception as error:
         if _refuses(model, own, own):  # for a reason of its own
             return None
@@ -297,8 +298,6 @@ def _completed(model: nn.Module, own: Shapes, shapes: Shapes, usual: Shapes) -> 
 
 
 def _from_pretrained(model: Any, own: Shapes, shapes: Shapes) -> ModelFit | None:
-    import accelerate  # noqa: F401 - what transformers needs to build a model without values
-
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True, "device_map": "meta"}
     state = _without_values(shapes, own)
     with _silent():
