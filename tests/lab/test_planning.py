@@ -13,7 +13,9 @@ import torch
 from gonio.errors import InvalidArgumentError, PlanChangedError, UnknownNameError, UnmatchedRuleError
 from gonio.lab import dry_run, make_plan
 from gonio.lab.plan import RecipeEntry, StudyPlan, TrainingConfig, extended, seeds_of
+from gonio.lab.planning.dry_run import run_seconds
 from gonio.lab.planning.planner import BUILT_IN_RECIPES
+from gonio.lab.running.cost import Gauge
 from gonio.recipes import Recipe
 from lab.plans import TINY, plan_of
 
@@ -190,6 +192,16 @@ def test_dry_run_tells_grid_time_and_power() -> None:
     assert "the baseline and 2 recipes, 8 seeds each: 24 runs" in text
     assert "s with 2 runs at a time" in text
     assert "smallest possible p with 8 pairs after Holm over 2 recipes: 0.016; minimum detectable effect (80 %" in text
+
+
+def test_the_estimated_time_is_that_of_the_epochs_and_batches_of_each_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gauge, "__exit__", lambda gauge, *_: setattr(gauge, "seconds", 3.0))
+    plan = make_plan([], task=f"{TINY}:task", seeds=1)
+    small = {"training": {"epochs": 5, "batch_size": 2}}
+    (usual, _), (own, _) = run_seconds(replace(plan, recipes=(plan.baseline, RecipeEntry.of(Recipe("small"), small))))
+    examples, trained = plan.splits["train"], plan.trained
+    assert usual == trained.epochs * (-(-examples // trained.batch_size) + 3.0)
+    assert own == 5 * (-(-examples // 2) + 3.0)
 
 
 def test_dry_run_says_when_the_seeds_cannot_show_anything() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from gonio.errors import InvalidArgumentError, PendingRecipeError, UnmatchedRuleError
 from gonio.lab import StudyPlan, TrainingConfig, make_plan, make_script_plan, run
+from gonio.lab.claims import load_claim, plan_claim
+from gonio.lab.claims.experiment import ClaimOptions
 from gonio.lab.plan import RecipeEntry
 from gonio.lab.planning.planner import check_training
 from gonio.lab.running.training import TrainingStep, build, make_optimizer, make_schedule
@@ -148,6 +150,29 @@ def test_a_tuned_rate_is_the_one_of_the_arm() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = make_optimizer(model, replace(plan.training_of(plan.recipes[1]), lr=1.0))
     assert {group["lr"] for group in optimizer.param_groups} == {1.0, 0.015}, "what is no matrix follows"
+
+
+def test_a_tuned_rate_is_the_one_of_an_arm_with_a_training_of_its_own() -> None:
+    plan = plan_with(TURNED, tune=3)
+    own = RecipeEntry.of(Recipe.from_dict(TURNED), {"training": {"lr": 0.005, "epochs": 4}})
+    plan = replace(plan, recipes=(*plan.recipes, own))
+    rate = space_of(plan, own)[0]
+    assert (rate.low, rate.default, rate.high) == pytest.approx((0.005 / 8, 0.005, 0.04))
+    tried, changed = settled(plan, own, {"lr": 0.3})
+    assert tried.training_of(changed) == replace(plan.training_of(own), lr=0.3)
+    assert (changed.hash, own.setting["training"]["lr"]) == (own.hash, 0.005)
+
+
+def test_every_rate_and_strength_of_a_claim_that_is_tuned_reaches_its_arm() -> None:
+    tuned = 0
+    for name in ("bn-batch-2", "norm-grid"):
+        plan = plan_claim(load_claim(name), ClaimOptions(full=True))
+        for entry in plan.recipes:
+            for dimension in space_of(plan, entry):
+                tried, changed = settled(plan, entry, {dimension.name: 0.7 * dimension.default})
+                assert (tried.training_of(changed), changed.content) != (plan.training_of(entry), entry.content)
+                tuned += 1
+    assert tuned > 20
 
 
 def test_a_tuned_study_with_an_optimizer(tmp_path: Path) -> None:

@@ -142,14 +142,15 @@ def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:
 
     From three training steps and one validation. Meant for a process of its own.
     """
-    task, device, size, attacked = task_of(plan), torch.device(plan.device), plan.trained.batch_size, 0.0
-    steps = math.ceil(len(task.train) / size)
+    task, device, attacks = task_of(plan), torch.device(plan.device), 0.0
     if (threat := plan.threat) is not None:
         ascents = threat.restarts + 4 + 6  # smoothed gradients are the mean of four; six distances are tried
         misled_early = 0.5  # of the examples
-        attacked = misled_early * threat.examples * threat.steps * ascents / size
+        attacks = misled_early * threat.examples * threat.steps * ascents
     found = []
     for entry in plan.recipes:
+        training = plan.training_of(entry)
+        steps = math.ceil(len(task.train) / training.batch_size)
         step = training_step(plan, task, entry)
         model, _, _ = build(plan, task, entry, plan.seeds[0])
         with Gauge(device) as trained:
@@ -158,5 +159,5 @@ def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:
         with Gauge(device) as judged:
             evaluate(model, task, task.validation)
         one = trained.seconds / 3
-        found.append((plan.trained.epochs * (one * steps + judged.seconds), one * attacked))
+        found.append((training.epochs * (one * steps + judged.seconds), one * attacks / training.batch_size))
     return found

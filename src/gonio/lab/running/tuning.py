@@ -36,13 +36,12 @@ class Dimension:
 def space_of(plan: StudyPlan, entry: RecipeEntry) -> tuple[Dimension, ...]:
     """The search space of one recipe: the learning rate first, then its strengths in order.
 
-    The range of the learning rate is as wide for each recipe, around the recipe's own one if it names one. A strength
-    of 0 has no logarithm and is not searched.
+    The range of the learning rate is as wide for each recipe, around the one that the recipe or its setting names, if
+    any. A strength of 0 has no logarithm and is not searched.
     """
     if plan.tuning is None:
         return ()
-    rate = (entry.content.get("optimizer") or {}).get("lr", plan.trained.lr)
-    found = [(LEARNING_RATE, rate, plan.tuning.rate_factor)]
+    found = [(LEARNING_RATE, plan.training_of(entry).lr, plan.tuning.rate_factor)]
     for number, rule in enumerate(entry.content.get("penalty", ()), start=1):
         if rule.get("strength"):
             found.append((f"penalty.{number}.strength", float(rule["strength"]), plan.tuning.strength_factor))
@@ -58,14 +57,15 @@ def settled(plan: StudyPlan, entry: RecipeEntry, values: Mapping[str, float]) ->
     """The plan and recipe with these values in place of their defaults; the recipe keeps its hash."""
     if not values:
         return plan, entry
-    content: dict[str, Any] = copy.deepcopy(dict(entry.content))
-    if LEARNING_RATE in values and "lr" in (content.get("optimizer") or {}):
-        content["optimizer"]["lr"] = values[LEARNING_RATE]
+    content, setting = (copy.deepcopy(dict[str, Any](part)) for part in (entry.content, entry.setting))
+    for own in (content.get("optimizer") or {}, setting.get("training", {})):
+        if LEARNING_RATE in own and LEARNING_RATE in values:
+            own[LEARNING_RATE] = values[LEARNING_RATE]
     for name, value in values.items():
         if name != LEARNING_RATE:
             verb, number, option = name.split(".")
             content[verb][int(number) - 1][option] = value
-    changed = replace(entry, content=content)
+    changed = replace(entry, content=content, setting=setting)
     recipes = tuple(changed if each.hash == entry.hash else each for each in plan.recipes)
     training = replace(plan.trained, lr=values.get(LEARNING_RATE, plan.trained.lr))
     return replace(plan, training=training, recipes=recipes), changed
