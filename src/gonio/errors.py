@@ -37,6 +37,7 @@ __all__ = [
     "PendingRecipeError",
     "PlanChangedError",
     "RecipeError",
+    "RefusedFileError",
     "SecondDerivativeError",
     "StudyError",
     "StudyLockedError",
@@ -482,6 +483,10 @@ class UnreadableFileError(GonioError, ValueError):
         super().__init__(
             say("file {path!r}: cannot be read; {found}. {do}", path=path, found=fixed(found), do=fixed(do))
         )
+
+
+class RefusedFileError(UnreadableFileError):
+    """The system does not let a file be read, which says nothing of its content."""
 
 
 class UnsoundStateError(GonioError, ValueError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 import gonio
 from catalog import seeded
 from cli.shell import invoke
-from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, UnsoundStateError
+from gonio.errors import GonioError, InvalidArgumentError, RefusedFileError, UnreadableFileError, UnsoundStateError
 from gonio.measuring import check_before_save
 from measuring.zoo_files import FILES
 
@@ -335,6 +338,27 @@ def test_a_configuration_that_cannot_be_read_is_named(name: str, content: str, t
     (tmp_path / name).write_text(content)
     assert {(each.code, each.path) for each in gonio.check(tmp_path).findings} == {("G701", name)}
     assert {(each.code, each.path) for each in gonio.measure(tmp_path).findings} == {("G701", name)}
+
+
+@pytest.mark.parametrize("reader", [gonio.check, gonio.measure])
+@pytest.mark.parametrize("name", ["b.safetensors", "config.json"])
+def test_a_file_that_the_system_does_not_read_is_not_called_damaged(
+    reader: Callable[[Path], object], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded(tmp_path, blocks(2))
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    opened = io.open
+
+    def refused(file: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if str(file).endswith(name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return opened(file, *args, **kwargs)
+
+    reader(tmp_path)
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", refused)
+    with pytest.raises(RefusedFileError, match=rf"{name}.*cannot be read; the system refuses it.*the permissions"):
+        reader(tmp_path)
 
 
 @pytest.mark.parametrize("word", [".", "./", "../kept"])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from gonio.errors import GonioError, InvalidArgumentError, listing
+from gonio.errors import GonioError, InvalidArgumentError, RefusedFileError, listing
 from gonio.escaping import plain
 from gonio.measuring.reading.deepspeed_files import archives_in, is_universal, is_zero
 from gonio.measuring.reading.entry import (
@@ -218,6 +218,8 @@ def _of_files(files: Mapping[str, Path]) -> tuple[dict[str, Inventory], list[Pro
     for name, file in files.items():
         try:
             held[name] = _of_file(file) if file.is_file() else Inventory(())
+        except RefusedFileError:
+            raise
         except GonioError as error:
             problems.append(Problem("G701", name, str(error)))
             continue

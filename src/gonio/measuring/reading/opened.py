@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gonio.errors import InvalidArgumentError, UnreadableFileError, listing
+from gonio.errors import InvalidArgumentError, RefusedFileError, UnreadableFileError, listing
 from gonio.escaping import plain, redact
 from gonio.measuring.reading.entry import StoredTensor, TensorEntry, dtype_named
 from gonio.measuring.reading.optimizers import OptimizerContents
@@ -260,18 +260,15 @@ def intact(path: Path) -> Iterator[None]:
 _OF_SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENXIO, errno.ENODEV}
 
 
-def of_system(path: Path, error: BaseException) -> UnreadableFileError | None:
-    """The error for a file that the system does not read; None where its content is at fault."""
-    if not isinstance(error, OSError) or error.errno not in _OF_SYSTEM:
-        return None
-    do = say("Check the permissions.") if error.errno in (errno.EACCES, errno.EPERM) else say("Check the disk.")
-    return UnreadableFileError(str(path), say("the system refuses it ({why})", why=os.strerror(error.errno)), do)
-
-
 def damaged(path: Path, error: BaseException) -> UnreadableFileError:
-    """The error for a file that its reader refuses, or whose content is of another kind."""
-    if (refused := of_system(path, error)) is not None:
-        return refused
+    """The error for a file that its reader refuses, or whose content is of another kind.
+
+    Raises:
+        RefusedFileError: where the system does not read it, so that nothing is known of its content.
+    """
+    if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
+        do = say("Check the permissions.") if error.errno in (errno.EACCES, errno.EPERM) else say("Check the disk.")
+        raise RefusedFileError(str(path), say("the system refuses it ({why})", why=os.strerror(error.errno)), do)
     said = f"it is not an intact file of its kind ({str(error)[:300]})"
     return misnamed(path) or UnreadableFileError(str(path), said, say("Copy or download it again."))
 

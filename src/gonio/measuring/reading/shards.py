@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gonio.errors import GonioError, InvalidArgumentError, UnreadableFileError, listing
+from gonio.errors import GonioError, InvalidArgumentError, RefusedFileError, UnreadableFileError, listing
 from gonio.escaping import plain, shorten
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.flax_files import open_flax
@@ -180,6 +180,8 @@ def _shard(path: Path, name: str) -> Opened | str:
         if opened.refusal is not None:
             raise opened.refusal
         return opened
+    except RefusedFileError:
+        raise
     except GonioError as error:
         return f"its shard {plain(name)} cannot be read: {error}"
 
