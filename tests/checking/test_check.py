@@ -504,6 +504,28 @@ def test_a_vector_that_is_zero_beside_others_that_are_not_is_named(name: str, co
     assert found == ([] if code is None else [(code, f"blocks.2.{name}".removesuffix(".weight"))])
 
 
+VAST = ["norm.weight", "fc.bias", "norm.running_var"]
+
+
+@pytest.mark.parametrize("name", VAST)
+@pytest.mark.parametrize("change", ["one", "all"])
+def test_a_vector_with_a_fault_in_an_exponent_is_named(name: str, change: str) -> None:
+    state = trained_blocks()
+    vector = state[f"blocks.2.{name}"]
+    (vector[5:6] if change == "one" else vector).mul_(2.0**64)
+    assert found(state) >= {("G709", f"blocks.2.{name}".removesuffix(".weight"))}
+
+
+@pytest.mark.parametrize("name", VAST)
+def test_a_vector_that_training_makes_large_is_not_named(name: str) -> None:
+    state = trained_blocks()
+    state[f"blocks.2.{name}"].mul_(1e3)  # as gains and outliers of biases
+    state["blocks.0.norm.running_var"].mul_(1e6)  # of pixels of 0 to 255 and more, and of samples of sound
+    for block in (1, 3, 4):
+        state[f"blocks.{block}.fc.bias"].mul_(1e-20)  # that decays because a norm follows
+    assert found(state) == set()
+
+
 @pytest.mark.parametrize(("count", "zeros"), [(5, (1, 2)), (5, range(5)), (3, (2,))])
 def test_vectors_of_which_several_are_zero_or_few_are_known_are_not_named(count: int, zeros: Sequence[int]) -> None:
     state = trained_blocks(count)

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
+from gonio.measuring.reading.entry import holds_variances
 from gonio.measuring.reading.order import SIBLINGS, families, families_of_vectors, natural, parted
 from gonio.messages import say
 
 FACTOR = 10.0  # of the norm from the median of the siblings
 DISTANCE = 8.0  # in units of the siblings' spread
+VECTORS = 1e4  # the norm of a vector, and its ratio to the median, above which it is named; of variances the squares
 FEWEST = 2  # siblings that tell that a matrix should not be 0
 LEAST_SPREAD = 0.05  # of log norms: those of fresh layers are equal to a fraction of a per cent
 
@@ -54,7 +56,8 @@ def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, Amo
     """The places of tensors that have at least three siblings, by name.
 
     A matrix that is 0 beside others that are not has a place among two siblings already. A vector has a place only if
-    it is 0 beside three that are not: norms of biases and gains differ too much from layer to layer for more.
+    it is 0 beside three that are not, or as large as after a fault in an exponent: norms of biases and gains differ too
+    much from layer to layer for more.
 
     Args:
         norms: name, shape and norm of each.
@@ -74,7 +77,12 @@ def places(norms: Iterable[tuple[str, tuple[int, ...], float]]) -> dict[str, Amo
 
     matrices, vectors = placed(families(shapes, siblings=FEWEST)), placed(families_of_vectors(shapes))
     found = {name: place for name, place in matrices if place.siblings >= SIBLINGS or place.ratio == 0}
-    return found | {name: place for name, place in vectors if place.ratio == 0}
+    return found | {name: place for name, place in vectors if place.ratio == 0 or _vast(name, place, known[name][1])}
+
+
+def _vast(name: str, place: AmongSiblings, norm: float) -> bool:
+    """Whether no training leaves a vector so large beside its siblings."""
+    return min(place.ratio or 0.0, norm) >= (VECTORS**2 if holds_variances(name) else VECTORS)
 
 
 def _among(norms: list[float]) -> list[AmongSiblings]:
