@@ -504,6 +504,28 @@ def test_a_vector_that_is_zero_beside_others_that_are_not_is_named(name: str, co
     assert found == ([] if code is None else [(code, f"blocks.2.{name}".removesuffix(".weight"))])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_entry_with_a_fault_in_its_exponent_is_named(dtype: torch.dtype) -> None:
+    tensors = state(dtype=dtype)
+    assert found(tensors) == set()
+    alone = {"fc.weight": seeded(20, 30, dtype=dtype), "fc.bias": seeded(20, dtype=dtype)}
+    for held, name in ((tensors, "layers.2.down"), (alone, "fc")):
+        held[f"{name}.weight"][3, 7] = 0.9 * torch.finfo(torch.float16).max
+        ((code, path, said),) = [(f.code, f.path, f.found) for f in gonio.check(held).findings]
+        assert (code, path) == ("G721", name)
+        assert said.endswith("is more than 10,000 times the root mean square of the others")
+
+
+@pytest.mark.parametrize("held", [
+    {"w": torch.full((20, 30), 1e-9).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(50.0))},
+    {"w": seeded(20, 30).mul_(3.0).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(9e3))},
+    {"w": torch.eye(2).mul_(1e6)},
+    {"steps": torch.zeros(30).index_put((torch.tensor([3]),), torch.tensor(1e6))},
+], ids=["decayed", "super weight", "few", "vector"])  # fmt: skip
+def test_a_large_entry_that_training_can_leave_is_not_named(held: State) -> None:
+    assert "G721" not in {code for code, _ in found(held)}
+
+
 VAST = ["norm.weight", "fc.bias", "norm.running_var"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import sqrt
 
 from gonio.errors import listing
 from gonio.escaping import plain
@@ -39,6 +40,8 @@ from gonio.messages import counted, say
 
 _CODES = frozenset(str(dtype).removeprefix("torch.") for dtype in PACKED)  # what packed weights are stored in
 _FEWEST_ENTRIES = 64  # of a tensor that is not equal to another one by chance
+_OUTWEIGHS = 1e4  # the largest entry of a matrix, in units of the root mean square of the others
+_HUGE = 100.0  # an entry, at least: beside weights that have decayed to nothing any other outweighs them
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
 VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
 
@@ -198,9 +201,28 @@ def _constant_rows(t: TensorCheck) -> str | None:
     )
 
 
+@rule("G721", VALUE_RULES)
+def _one_entry(t: TensorCheck) -> str | None:
+    if not _has_outlier(t):
+        return None
+    return say(
+        "its largest entry, {largest:.3g}, is more than {factor:,.0f} times the root mean square of the others",
+        largest=t.largest,
+        factor=_OUTWEIGHS,
+    )
+
+
+def _has_outlier(t: TensorCheck) -> bool:
+    if t.beside or t.norm is None or not is_matrix(t.shape) or t.entries < _FEWEST_ENTRIES:
+        return False
+    largest = t.largest or 0.0
+    others = sqrt(max(t.norm**2 - largest**2, 0.0) / (t.entries - 1))
+    return largest > _HUGE and largest > _OUTWEIGHS * others
+
+
 @rule("G709", VALUE_RULES)
 def _stranger(t: TensorCheck) -> str | None:
-    if t.zero and holds_variances(t.name):  # G107 says it
+    if (t.zero and holds_variances(t.name)) or _has_outlier(t):  # G107 and G721 say it
         return None
     return AmongSiblings(t.siblings, t.ratio, t.distance).found
 
