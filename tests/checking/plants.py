@@ -93,6 +93,14 @@ def resized(state: State, draw: np.random.Generator) -> None:
     state[VICTIM] = torch.cat([state[VICTIM], state[VICTIM][:8]] if draw.integers(2) else [state[VICTIM][:16]])
 
 
+def exponent_bit(state: State, draw: np.random.Generator) -> None:
+    """The highest bit of the exponent of the largest entry below 1."""
+    victim = state[VICTIM]
+    entry = victim.abs().where(victim.abs() < 1, 0).argmax()
+    integers, bit = {2: (torch.int16, 1 << 14), 4: (torch.int32, 1 << 30)}[victim.element_size()]
+    victim.view(integers).view(-1)[entry] ^= bit
+
+
 def changed_bit(state: State, draw: np.random.Generator) -> None:
     value = state[VICTIM]
     value[at(draw)] += 2.0 ** -int(draw.integers(3, 6))
@@ -236,7 +244,8 @@ KINDS: dict[str, Kind] = {
     "rows of zeros": Kind(UNPACKED, codes("G102"), rows(0.0, 5), place=LAYER),
     "equal rows": Kind(UNPACKED, codes("G203"), rows(None, 1), place=LAYER),
     "one layer × 100 or / 200": Kind(list(FORMATS), codes("G709"), scaled, place=LAYER),
-    "bytes in the other order": Kind(UNPACKED, codes("G001", "G709"), other_bytes, place=LAYER),
+    "a flipped bit of an exponent": Kind(UNPACKED, codes("G721"), exponent_bit, place=LAYER),
+    "bytes in the other order": Kind(UNPACKED, codes("G001", "G709", "G721"), other_bytes, place=LAYER),
     "swapped layers": Kind(list(FORMATS), codes("G710"), swapped, place=LAYER, against=True),
     "one layer written twice": Kind(list(FORMATS), codes("G716"), written_twice, place=LAYER[:8]),
     "a tensor of another size": Kind(list(FORMATS), codes("G710"), resized, place=LAYER, against=True,
@@ -248,11 +257,11 @@ KINDS: dict[str, Kind] = {
     "an empty file": Kind(list(FORMATS), BROKEN, files=emptied),
     "a pointer of Git LFS": Kind(list(FORMATS), BROKEN, files=pointer),
     "a block of zeros": Kind(list(FORMATS), BROKEN | {"G710"}, files=zeros, against=True,
-                             further=codes("G001", "G101", "G102", "G709", "G708", "G203", "G706")),
+                             further=codes("G001", "G101", "G102", "G709", "G708", "G203", "G706", "G721")),
     "a flipped bit of the data": Kind(list(FORMATS), BROKEN | {"G710"}, files=flipped, against=True,
-                                      further=codes("G001", "G709", "G203", "G708")),
+                                      further=codes("G001", "G709", "G203", "G708", "G721")),
     "a flipped bit of the header": Kind(HEADED, BROKEN | {"G710"}, files=header_byte, against=True,
-                                        further=codes("G001", "G709", "G706", "G203", "G708", "G102")),
+                                        further=codes("G001", "G709", "G706", "G203", "G708", "G102", "G721")),
     "overlapping offsets": Kind(HEADED, codes("G704"), files=header(overlapping),
                                 further=codes("G705", "G203", "G708")),
     "a wrong dtype in the header": Kind(HEADED, codes("G704"), files=header(other_dtype), place=LAYER),
