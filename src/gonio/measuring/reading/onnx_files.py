@@ -23,6 +23,7 @@ from torch import Tensor
 from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
+from gonio.measuring.reading.codes import unpacked
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, dtype_named, wrong_size
 from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
 from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, link_to_nothing, read_tensor
@@ -290,8 +291,7 @@ def _of_nibbles(load: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch
 
     References: onnx/onnx, onnx/onnx.proto, TensorProto.int32_data and raw_data; numpy_helper.to_array of the package.
     """
-    packed = load()
-    codes = torch.stack((packed & 15, packed >> 4), -1).reshape(-1)[: prod(shape)].to(dtype)
+    codes = unpacked(load(), 4).reshape(-1)[: prod(shape)].to(dtype)
     codes = codes - 16 * (codes > 7).to(dtype) if dtype.is_signed else codes
     return codes.reshape(shape)
 

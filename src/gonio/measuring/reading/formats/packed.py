@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from gonio.errors import GonioError
+from gonio.measuring.reading.codes import fp4_values, fp6_values, unpacked
 from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
-from gonio.measuring.reading.formats.bitsandbytes import halves
-from gonio.measuring.reading.formats.grouped import unpacked
-from gonio.measuring.reading.formats.scaled import fp4_values, fp6_values
 
 _BITS = range(2, 9)
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -125,14 +123,8 @@ def _float_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
         scales = scales / parts["weight_global_scale"].load().float().reshape(())
     if "factor" in parts:
         scales = scales * parts["factor"].load().float().reshape(())
-    packed = parts["weight_packed"].load()
-    if bits == 4:
-        values = fp4_values(halves(packed, high_first=False))
-    else:  # four codes in three bytes, of 2 bits of exponent and 3 of mantissa
-        triples = packed.int().unflatten(-1, (-1, 3)) << torch.tensor([0, 8, 16], device="cpu")
-        values = fp6_values(
-            (triples.sum(-1, keepdim=True) >> torch.tensor([0, 6, 12, 18], device="cpu") & 63).flatten(-2), 2
-        )
+    codes = unpacked(parts["weight_packed"].load(), bits)[:, :columns]
+    values = fp4_values(codes) if bits == 4 else fp6_values(codes, 2)
     return values.unflatten(-1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 
