@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from gonio.escaping import plain
 from gonio.measuring.reading.configurations import Configurations
 from gonio.measuring.reading.entry import WRAPPERS
 from gonio.measuring.reading.opened import HeaderFacts, Problem
+from gonio.measuring.reading.order import blocks_in
 from gonio.messages import counted, say
 
 _TENSORS = 4  # that blocks have in common, at least
@@ -50,16 +50,12 @@ def numbered(names: Iterable[str]) -> _Blocks:
 
     Example:
         >>> from gonio.measuring.reading.stated import numbered
-        >>> {path: dict(blocks) for path, blocks in numbered(["h.0.w", "h.1.w", "norm.w"]).items()}
+        >>> numbered(["h.0.w", "h.1.w", "norm.w"])
         {'h': {'0': {'w'}, '1': {'w'}}}
     """
-    lists: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
-        parts = name.split(".")
-        at = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)
-        if at is not None:
-            lists[".".join(parts[:at])][parts[at]].add(".".join(parts[at + 1 :]))
-    return lists
+    lists = blocks_in(dict.fromkeys(names)).items()
+    outermost = [(path, blocks) for path, blocks in lists if not any(part.isdecimal() for part in path.split("."))]
+    return {path: {number: set(block) for number, block in blocks.items()} for path, blocks in outermost}
 
 
 def fewer_blocks(lists: _Blocks, stated: int) -> Iterator[Problem]:
