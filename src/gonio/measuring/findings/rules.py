@@ -26,7 +26,7 @@ from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.heads import HeadMeasurement
 from gonio.measuring.figures.structure import ModelFacts
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.remedies import Prescription, success_rate
+from gonio.measuring.findings.remedies import Prescription
 from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import (
     FACTOR,
@@ -243,75 +243,12 @@ def unknown_rule(name: str, kind: str = "rule", also: Iterable[str] = ()) -> Unk
     return UnknownNameError(kind, name, [*RULES, *also], do=do)
 
 
-def explain(code: str | Finding) -> str:
-    """A rule in words: what it finds, its meaning, the value for random weights, what to do, what `gonio.doctor` does
-    about it or why it does nothing, its false-alarm rate.
-
-    Args:
-        code: of the rule, or a finding of it.
-
-    Raises:
-        UnknownNameError: if there is no such rule.
-
-    Example:
-        >>> print(gonio.measuring.explain("G001").splitlines()[0])
-        G001 (error): values that are NaN or infinite
-    """
-    name = code.code if isinstance(code, Finding) else code
-    rule = RULES.get(name.strip().upper())
-    if rule is None:
-        raise unknown_rule(name)
-    text = rule.text
-    alarms = say("none by construction: {why}", why=text.exact) if text.exact else _rate(rule.code)
-    prescription = text.prescription
-    treated = joined([prescription.said, *(success_rate(rule.code) if prescription.remedies else ())], " ")
-    lines = [
-        say("{code} ({level}): {title}", code=rule.code, level=fixed(text.level), title=text.title),
-        "",
-        text.means,
-        *([say("Random weights: {chance}", chance=text.chance)] if text.chance else []),
-        say("What to do: {do}", do=text.do),
-        say("gonio.doctor: {treated}", treated=treated),
-        say("False alarms: {alarms}", alarms=alarms),
-        say("Source: {source}", source=text.source),
-    ]
-    return "\n".join(map(local, lines))
-
-
 @cache
 def measured_rates() -> dict[str, Any]:
     """The results of `false_alarms.py`, `change_alarms.py` and `planted_damage.py` in `benchmarks/`."""
     text = (resources.files("gonio.measuring.findings") / "false_alarms.json").read_text(encoding="utf-8")
     rates: dict[str, Any] = json.loads(text)
     return rates
-
-
-def _rate(code: str) -> Message:
-    """On random and on trained models, or on cases that are in order, each with the upper end of its interval."""
-    seen = measured_rates()["cases"].get(code)
-    if seen is not None:
-        told = {"alarms": seen["alarms"], "cases": seen["cases"], "of": fixed(seen["of"]), "upper": 100 * seen["upper"]}
-        return say("{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).", **told)
-    if not rule_texts()[code].calibrated:
-        return say("not measured; the threshold is a choice.")
-    said = []
-    named = {"random": say("randomly initialised models"), "trained": say("trained networks")}
-    for name, models in named.items():
-        rates = measured_rates()[name]
-        seen = rates["rules"][code]
-        said.append(
-            say(
-                "{hit} of {tensors} tensors in {flagged} of {count} {models}; "
-                "the true rate per model is below {upper:.2g} % (95 %).",
-                hit=seen["tensors"],
-                tensors=rates["tensors"],
-                flagged=seen["models"],
-                count=rates["models"],
-                models=models,
-                upper=100 * seen["models_upper"],
-            )
-        )
-    return joined(said, " ")
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -385,11 +322,9 @@ def _weak(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4 or _of_adapter(t):
         return None
     least, middle = t.norm_nonzero_min, t.norm_quantiles[2]
-    return (
-        say("the weakest filter's norm is {least:.2g}, the median {middle:.2g}", least=least, middle=middle)
-        if least < 1e-3 * middle
-        else None
-    )
+    if least >= 1e-3 * middle:
+        return None
+    return say("the weakest filter's norm is {least:.2g}, the median {middle:.2g}", least=least, middle=middle)
 
 
 @rule("G104", WEIGHT_RULES)
@@ -397,11 +332,9 @@ def _dominant(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or t.total_filters < 8 or _of_adapter(t):
         return None
     middle, most = t.norm_quantiles[2], t.norm_quantiles[-1]
-    return (
-        say("the strongest filter's norm is {most:.3g}, the median {middle:.3g}", most=most, middle=middle)
-        if 0 < 10 * middle < most
-        else None
-    )
+    if not 0 < 10 * middle < most:
+        return None
+    return say("the strongest filter's norm is {most:.3g}, the median {middle:.3g}", most=most, middle=middle)
 
 
 @rule("G105", WEIGHT_RULES)
