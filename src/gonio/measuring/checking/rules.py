@@ -174,11 +174,9 @@ def _equal_rows(t: TensorCheck) -> str | None:
 
 @rule("G706", VALUE_RULES)
 def _constant(t: TensorCheck) -> str | None:
-    return (
-        say("every value is {largest:.3g} or its negative", largest=t.largest)
-        if t.constant and not t.zero and not t.nonfinite and is_matrix(t.shape) and not t.integers and not t.state
-        else None
-    )
+    if not t.constant or t.zero or t.nonfinite or not is_matrix(t.shape) or t.integers or t.state:
+        return None
+    return say("every value is {largest:.3g} or its negative", largest=t.largest)
 
 
 @rule("G708", VALUE_RULES)

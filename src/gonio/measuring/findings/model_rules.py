@@ -55,19 +55,25 @@ def _unlike_siblings(place: AmongSiblings) -> str | None:
     return place.found
 
 
-def _listed(norms: list[NormUse]) -> str:
-    return listing([norm.path or say("the model") for norm in norms], limit=3)
+def _named(path: str) -> str:
+    return path or say("the model")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return listing(list(map(_named, paths)), limit=3)
+
+
+def _those(norms: Iterable[NormUse]) -> str:
+    return _listed(norm.path for norm in norms)
 
 
 @rule("G401", ADVICE)
 def _small_batches(facts: ModelFacts) -> str | None:
     batch = facts.training.batch
     norms = [norm for norm in facts.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
-    return (
-        say("batch norms compute statistics over {batch} samples: {norms}", batch=batch, norms=_listed(norms))
-        if norms
-        else None
-    )
+    if not norms:
+        return None
+    return say("batch norms compute statistics over {batch} samples: {norms}", batch=batch, norms=_those(norms))
 
 
 @rule("G402", ADVICE)
@@ -77,53 +83,45 @@ def _last_batch(facts: ModelFacts) -> str | None:
         return None
     raising = [norm for norm in norms if norm.positions == 1]
     unknown = [norm for norm in norms if norm.positions is None and isinstance(norm.module, nn.BatchNorm1d)]
-    said = say("the last batch of an epoch has a single sample; batch norms: {norms}", norms=_listed(norms))
+    said = say("the last batch of an epoch has a single sample; batch norms: {norms}", norms=_those(norms))
     if raising:
         return say(
             "{said}; training will raise an error there: {raising} get one value per channel",
             said=said,
-            raising=_listed(raising),
+            raising=_those(raising),
         )
-    return (
-        say(
+    if unknown:
+        return say(
             "{said}; training will raise an error if the inputs of {unknown} are (N, C)",
             said=said,
-            unknown=_listed(unknown),
+            unknown=_those(unknown),
         )
-        if unknown
-        else said
-    )
+    return said
 
 
 @rule("G403", ADVICE)
 def _single_values(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if norm.values == 1]
-    return (
-        say("each statistic is over one value, so that the input is lost: {norms}", norms=_listed(norms))
-        if norms
-        else None
-    )
+    if not norms:
+        return None
+    return say("each statistic is over one value, so that the input is lost: {norms}", norms=_those(norms))
 
 
 @rule("G404", ADVICE)
 def _several_uses(facts: ModelFacts) -> str | None:
     reused = [norm for norm in facts.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
-    uses = [say("{value} ({calls} times)", value=norm.path or say("the model"), calls=norm.calls) for norm in reused]
-    return (
-        say("several calls per forward share running statistics: {uses}", uses=listing(uses, limit=3)) if uses else None
-    )
+    uses = [say("{value} ({calls} times)", value=_named(norm.path), calls=norm.calls) for norm in reused]
+    if not uses:
+        return None
+    return say("several calls per forward share running statistics: {uses}", uses=listing(uses, limit=3))
 
 
 @rule("G405", ADVICE)
 def _decayed(facts: ModelFacts) -> str | None:
-    free = facts.decayed
-    if not free:
+    if not facts.decayed:
         return None
-    return say(
-        "weight decay acts on {weights} whose scale has no effect: {list}",
-        weights=counted(len(free), "weight"),
-        list=listing(list(free), limit=3),
-    )
+    weights, paths = counted(len(facts.decayed), "weight"), _listed(facts.decayed)
+    return say("weight decay acts on {weights} whose scale has no effect: {list}", weights=weights, list=paths)
 
 
 @rule("G418", ADVICE, harmless=lambda facts: facts.outside is not None and facts.outside.harmless)
@@ -146,23 +144,20 @@ def outside_optimizer(outside: Outside) -> str | None:
 @rule("G406", ADVICE)
 def _recomputed(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
-    return say("activation checkpointing runs them twice per batch: {norms}", norms=_listed(norms)) if norms else None
+    return say("activation checkpointing runs them twice per batch: {norms}", norms=_those(norms)) if norms else None
 
 
 @rule("G407", ADVICE)
 def _constant(facts: ModelFacts) -> str | None:
-    paths = [path or say("the model") for path in facts.constant]
-    return (
-        say("the output is the same for every input: the weight of {paths} is 0", paths=listing(paths, limit=3))
-        if paths
-        else None
-    )
+    if not facts.constant:
+        return None
+    return say("the output is the same for every input: the weight of {paths} is 0", paths=_listed(facts.constant))
 
 
 @rule("G408", ADVICE)
 def _dead_units(facts: ModelFacts) -> str | None:
     found = [
-        say("{path} ({dead} of {units})", path=s.path or say("the model"), dead=s.dead_units, units=s.units)
+        say("{path} ({dead} of {units})", path=_named(s.path), dead=s.dead_units, units=s.units)
         for s in dead_layers(facts.signals)
     ]
     return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
@@ -188,11 +183,11 @@ def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
 def _out_of_scale_in(facts: ModelFacts, *, carried: bool) -> list[str]:
     """The layers whose outputs are far from those of healthy networks and, or not, of a usual size behind them."""
     norms = {norm.path for norm in facts.norms}
-    found = []
+    found: list[str] = []
     for place, signal in enumerate(facts.signals):
         size = out_of_scale(signal, norm=signal.path in norms, weighted=signal.path in facts.weighted)
         if size is not None and carried == _is_carried(facts, place, norms):
-            found.append(f"{signal.path or 'the model'} (× {size:.3g})")
+            found.append(say("{path} (× {size:.3g})", path=_named(signal.path), size=size))
     return found
 
 
@@ -273,10 +268,7 @@ def stale(signal: Signal) -> bool:
 @rule("G410", ADVICE)
 def _stale(facts: ModelFacts) -> str | None:
     gaps = [(signal, signal.train_eval_gap) for signal in facts.signals if stale(signal)]
-    found = [
-        say("{value} ({gap:.2g} standard deviations)", value=signal.path or say("the model"), gap=gap)
-        for signal, gap in gaps
-    ]
+    found = [say("{value} ({gap:.2g} standard deviations)", value=_named(signal.path), gap=gap) for signal, gap in gaps]
     if not found:
         return None
     return say("the output differs from that in training mode on this batch: {found}", found=listing(found, limit=3))
@@ -286,7 +278,7 @@ def _stale(facts: ModelFacts) -> str | None:
 def _forgotten(facts: ModelFacts) -> str | None:
     fresh = {id(module) for module in without_statistics(norm.module for norm in facts.norms)}
     norms = [norm for norm in facts.norms if id(norm.module) in fresh]
-    return say("running statistics are at their initial values: {norms}", norms=_listed(norms)) if norms else None
+    return say("running statistics are at their initial values: {norms}", norms=_those(norms)) if norms else None
 
 
 def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
@@ -346,7 +338,7 @@ def _are_drawn_alike(vectors: Sequence[torch.Tensor]) -> bool:
 def _as_built(facts: ModelFacts) -> str | None:
     if not facts.as_built:
         return None
-    return say("weights are those of the initialisation: {paths}", paths=listing(list(facts.as_built), limit=3))
+    return say("weights are those of the initialisation: {paths}", paths=_listed(facts.as_built))
 
 
 @rule("G416", ADVICE)
@@ -360,13 +352,13 @@ def _cut_off(facts: ModelFacts) -> str | None:
         "no gradient of the model's output reaches {layers} that {are} to be trained: {paths}",
         layers=counted(len(cut), "layer"),
         are=are(len(cut)),
-        paths=listing([path or say("the model") for path in cut], limit=3),
+        paths=_listed(cut),
     )
 
 
 @rule("G417", ADVICE, harmless=lambda facts: not facts.signals[-1].nonfinite)
 def _not_finite(facts: ModelFacts) -> str | None:
-    broken = [signal.path or say("the model") for signal in facts.signals if signal.nonfinite]
+    broken = [_named(signal.path) for signal in facts.signals if signal.nonfinite]
     if not broken:
         return None
     return say(
@@ -380,7 +372,7 @@ def _not_finite(facts: ModelFacts) -> str | None:
 @rule("G101", ADVICE)
 def _zero_gains(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if _is_zero(dict(norm.module._parameters.items()).get("weight"))]
-    return say("every gain is 0: {norms}", norms=_listed(norms)) if norms else None
+    return say("every gain is 0: {norms}", norms=_those(norms)) if norms else None
 
 
 def _is_zero(gain: torch.Tensor | None) -> bool:
