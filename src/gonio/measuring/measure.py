@@ -23,8 +23,7 @@ from gonio.measuring.figures.checkpoints import structure_of_checkpoint
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, alike, measure_tensors
-from gonio.measuring.findings.model_rules import findings_of
-from gonio.measuring.findings.norm_rules import of_entries
+from gonio.measuring.findings.model_rules import findings_of, of_entries
 from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements

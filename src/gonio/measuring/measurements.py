@@ -18,8 +18,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.figures.usual import usual_of
-from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
-from gonio.measuring.findings.verdicts import first_of, verdict
+from gonio.measuring.findings.rules import Finding, Suppressed, first_of, render_findings, verdict
 from gonio.measuring.reading.entry import FACTOR, LOW_RANK, UNKNOWN
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of

@@ -28,16 +28,20 @@ from gonio.measuring.figures.structure import Outside
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import Finding, findings_by
-from gonio.measuring.findings.state_rules import STATE_RULES
-from gonio.measuring.findings.step_rules import OUTSIDE_RULES, STEP_RULES
+from gonio.measuring.findings.state_rules import OUTSIDE_RULES, STATE_RULES, STEP_RULES
 from gonio.measuring.reading.entry import TensorEntry
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import SECONDS, LivePage, checked_page, training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.attention import ATTENTION, AttentionFigures, attention_rows
-from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
-from gonio.measuring.training.loggers import sender_of
+from gonio.measuring.training.loggers import (
+    Histogram,
+    SendHistograms,
+    histogram_sender_of,
+    histograms_of,
+    sender_of,
+)
 from gonio.measuring.training.shards import SHARDED, ShardSums, divided, local, norms_of_shards
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers, of_several
 from gonio.messages import say

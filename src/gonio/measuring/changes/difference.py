@@ -32,8 +32,7 @@ from gonio.measuring.changes.sources import (
 from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
-from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings, worst_first
-from gonio.measuring.findings.verdicts import verdict
+from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings, verdict, worst_first
 from gonio.measuring.journal import Journal
 from gonio.measuring.reading.entry import TensorEntry, says_tied
 from gonio.measuring.reading.source import Source, name_of, watching

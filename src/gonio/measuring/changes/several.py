@@ -21,8 +21,14 @@ from gonio.measuring.changes.difference import Deltas, Differences, Rows, assemb
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread
-from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
-from gonio.measuring.findings.verdicts import verdict
+from gonio.measuring.findings.rules import (
+    Finding,
+    findings_by,
+    markdown_findings,
+    render_findings,
+    verdict,
+    worst_first,
+)
 from gonio.measuring.reading.source import Source, name_of, watching
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import (

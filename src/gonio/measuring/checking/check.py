@@ -29,7 +29,7 @@ from gonio.measuring.checking.places import CODES, Content, Inventory, Problem, 
 from gonio.measuring.checking.rules import among_others, checked, copied_layers
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.figures.moments import StateMeasurement
-from gonio.measuring.findings.norm_rules import of_norms
+from gonio.measuring.findings.model_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from rich.text import Text
 
-from gonio.errors import UnknownNameError
+from gonio.errors import UnknownNameError, listing
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR, ROUNDING
@@ -38,6 +38,7 @@ from gonio.messages import Message, are, counted, fixed, joined, local, say
 
 PLACES = 8  # findings of one rule that a terminal shows
 NAMED = 10  # filters that a finding names; a row has more of them
+_IN_HEADLINE = 3  # layers, at most
 LEVELS = ("info", "warn", "error")
 _TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
@@ -173,6 +174,62 @@ def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 def at_least(findings: Iterable[Finding], level: str) -> list[Finding]:
     """Those of this level or above."""
     return [finding for finding in findings if LEVELS.index(finding.level) >= LEVELS.index(level)]
+
+
+def verdict(
+    findings: Sequence[Finding], paths: Collection[str], noun: str = "layer", *, tensors: Collection[str] | None = None
+) -> Message:
+    """How many findings there are of each level, and in how many layers.
+
+    Args:
+        paths: of the layers (or tensors) that have a row.
+        tensors: the paths of all tensors, where findings may be of files and modules too.
+
+    Example:
+        >>> from gonio.measuring.findings.rules import Finding, verdict
+        >>> verdict([], ["a", "b"])
+        'No findings in 2 layers.'
+        >>> verdict([Finding("G102", "warn", "a", "", "", ""), Finding("G405", "info", "", "", "", "")], ["a", "b"])
+        '1 warning and 1 remark in 1 of 2 layers and the model as a whole.'
+    """
+    if not findings:
+        return say("No findings in {places}.", places=counted(len(paths), noun))
+    levels = Counter(finding.level for finding in findings)
+    words = {
+        "error": counted(levels["error"], "error"),
+        "warn": counted(levels["warn"], "warning"),
+        "info": counted(levels["info"], "remark"),
+    }
+    said = [word for level, word in words.items() if levels[level]]
+    named = {finding.path for finding in findings}
+    inside, others = named & set(paths), named - set(paths) - {""}
+    places = []
+    if inside:
+        places.append(say("{n} of {every}", n=len(inside), every=counted(len(paths), noun)))
+    further = set() if tensors is None else others - set(tensors)
+    if others - further:
+        places.append(counted(len(others - further), "other tensor" if paths else "tensor"))
+    if further:
+        places.append(counted(len(further), "other place" if paths or others - further else "place"))
+    if "" in named:
+        places.append(say("the model as a whole"))
+    found, where = joined(said, last=" and "), joined(places, last=" and ")
+    return say("{found} in {places}.", found=found, places=where)
+
+
+def first_of(findings: Sequence[Finding]) -> Message:
+    """Where the findings are and what the first of them is, as a sentence; findings are worst first.
+
+    Example:
+        >>> from gonio.measuring.findings.rules import Finding, first_of
+        >>> first_of([Finding("G102", "warn", "conv2", "", "", ""), Finding("G203", "warn", "fc", "", "", "")])
+        'In conv2, fc; the first is G102: filters that are exactly 0 beside others that are not.'
+    """
+    first = say("{code}: {title}", code=findings[0].code, title=fixed(RULES[findings[0].code].text.title))
+    paths = list(dict.fromkeys(finding.path for finding in findings if finding.path))
+    if not paths:
+        return say("The first is {first}.", first=first)
+    return say("In {paths}; the first is {first}.", paths=listing(paths, limit=_IN_HEADLINE), first=first)
 
 
 @dataclass(frozen=True)
