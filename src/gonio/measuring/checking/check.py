@@ -44,7 +44,7 @@ from gonio.measuring.reading.configurations import Configurations, stated_in
 from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
 from gonio.measuring.reading.fitting import fit_of, fitted, unlike_model
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
-from gonio.measuring.reading.opened import Watched, link_to_nothing, without_values
+from gonio.measuring.reading.opened import Watched, link_to_nothing, of_system, without_values
 from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
 from gonio.measuring.reading.shards import is_index
 from gonio.measuring.reading.source import (
@@ -427,7 +427,8 @@ def _fingerprints(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[st
         raise UnreadableFileError(said, why, "Write it by gonio check --save.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"it holds no fingerprints ({str(error)[:200]})"
-        raise UnreadableFileError(said, found, "Write it by gonio check --save.") from error
+        refused = of_system(Path(said), error)
+        raise refused or UnreadableFileError(said, found, "Write it by gonio check --save.") from error
 
 
 def _fingerprint(dtype: Any, shape: tuple[Any, ...], values: Any) -> tuple[str, tuple[int, ...], str]:
