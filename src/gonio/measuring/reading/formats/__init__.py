@@ -258,7 +258,7 @@ def _may_be_codes(tensor: StoredTensor) -> bool:
     try:
         values = tensor.load()
         return bool(int(values.min()) < 0 or int(values.max()) >= tensor.entries)
-    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
+    except _UNREAD:
         return False
 
 
@@ -316,6 +316,17 @@ def plain_floats(weight: StoredTensor) -> Tensor:
 def present(stored: StoredTensors, *names: str) -> dict[str, StoredTensor] | None:
     """These tensors, if all of them are there."""
     return {name: stored[name] for name in names} if all(name in stored for name in names) else None
+
+
+_UNREAD = (GonioError, RuntimeError, ValueError, OSError)  # of a damaged file, or a tensor without values
+
+
+def numbers_in(stored: StoredTensor) -> list[Any] | None:
+    """The numbers of a tensor that tells how others are stored, in a row; None where they cannot be read."""
+    try:
+        return list(stored.load().flatten().tolist())
+    except _UNREAD:
+        return None
 
 
 def computed(load: Callable[..., Tensor], *arguments: Any, shape: tuple[int, ...]) -> StoredTensor:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import GonioError
 from gonio.measuring.reading.codes import fp4_values, fp6_values, unpacked
-from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
+from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed, numbers_in
 
 _BITS = range(2, 9)
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -58,10 +57,9 @@ def _integers(parts: StoredTensors, stated: set[int]) -> tuple[int, int] | None:
         return None
     if parts["weight_packed"].dtype != "int32":
         return None
-    try:
-        (rows, words), (row, columns) = parts["weight_packed"].shape, shape.load().tolist()
-    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
+    if (told := numbers_in(shape)) is None:
         return None
+    (rows, words), (row, columns) = parts["weight_packed"].shape, told
     bits = [n for n in _BITS if -(-columns * n // 32) == words and n in (stated or _BITS)]
     groups, zeros, order = parts["weight_scale"].shape[1], parts.get("weight_zero_point"), parts.get("weight_g_idx")
     if row != rows or len(bits) != 1 or not groups or columns % groups or "weight_global_scale" in parts:
