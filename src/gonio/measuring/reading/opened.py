@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from io import RawIOBase
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,6 +199,19 @@ class Listing:
         return Opened(self.stored, tuple(self.others), notes, self.beside, problems, optimizer=states)
 
 
+MOST_UNFOLDED = 1100  # bytes of values to a byte in which they are compressed; deflate reaches 1032
+
+
+def naturals(value: Any) -> tuple[int, ...]:
+    """The sizes of a tensor as a file states them.
+
+    Raises: ValueError for anything else than a list of natural numbers.
+    """
+    if not isinstance(value, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        raise ValueError("a size is no list of natural numbers")
+    return tuple(value)
+
+
 # --- bytes of a file --------------------------------------------------------------------------------------------------
 
 
@@ -324,9 +338,9 @@ def packed_in(path: Path) -> tuple[str, str] | None:
             packed = archive.next() is not None  # a file of zeros is an empty archive too
     except Exception:  # a damaged compressed one may raise anything
         packed = False
-    return (
-        (say("it is an archive of files (tar)"), say("Unpack it, and name the checkpoint in it.")) if packed else None
-    )
+    if not packed:
+        return None
+    return say("it is an archive of files (tar)"), say("Unpack it, and name the checkpoint in it.")
 
 
 def _kind(path: Path) -> tuple[str, tuple[str, ...]] | None:
