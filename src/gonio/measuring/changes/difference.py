@@ -24,6 +24,7 @@ from gonio.measuring.changes.sources import (
     TunedModel,
     base_entries,
     copied,
+    is_rounded,
     layout_of_pair,
     tuned,
     values_of,
@@ -483,17 +484,10 @@ def _row_of(
         shapes = f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"
         return _not_compared(name, NotCompared(shapes)), None
     dtype = torch.promote_types(before.dtype, after.dtype)
-    rounded = _is_rounded(before, after.to(before.device))
+    rounded = is_rounded(before, after.to(before.device))
     before, after = before.to(dtype), after.to(before.device, dtype)
     if torch.equal(before, after):
         norm = norm_of(before)
         return _row(name, "equal", shape=tuple(before.shape), relative=0.0, norm=norm, change_norm=0.0), None
     values = figures_of(before, after, layout_of_pair(held, entry), name)
     return replace(_row(name, "compared"), **values, rounded=rounded), StoredDifference(before, after)
-
-
-def _is_rounded(one: Tensor, other: Tensor) -> bool:
-    """Whether one of two tensors is the other one in its dtype."""
-    if one.dtype == other.dtype:
-        return False
-    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)

@@ -301,7 +301,14 @@ def _loaded(names: Sequence[str], held: Mapping[str, TensorEntry]) -> Iterator[t
 
 def _are_equal(before: Tensor, after: Tensor, norm: float) -> bool:
     """Whether two tensors are equal, or one is the other in its dtype."""
-    if before.dtype == after.dtype:
-        return abs(norm_of(before) - norm) <= _NEAR * norm and torch.equal(before, after.to(before.device))
     after = after.to(before.device)
-    return torch.equal(before.to(after.dtype), after) or torch.equal(after.to(before.dtype), before)
+    if before.dtype == after.dtype:
+        return abs(norm_of(before) - norm) <= _NEAR * norm and torch.equal(before, after)
+    return is_rounded(before, after)
+
+
+def is_rounded(one: Tensor, other: Tensor) -> bool:
+    """Whether one of two tensors is the other one in its dtype, which is another one."""
+    if one.dtype == other.dtype:
+        return False
+    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
