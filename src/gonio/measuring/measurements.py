@@ -304,15 +304,8 @@ class Measurements(Table[TensorMeasurement]):
         lines += [""] if self.findings else []
         for sentence in self.suppressed.sentences if self.suppressed is not None else ():
             lines += [markdown_cell(sentence), ""]
-        return "\n".join(
-            [
-                *lines,
-                *markdown_table("layer", self.layers, columns_of(self.layers)),
-                "",
-                markdown_cell(self.coverage),
-                "",
-            ]
-        )
+        lines += markdown_table("layer", self.layers, columns_of(self.layers))
+        return "\n".join([*lines, "", markdown_cell(self.coverage), ""])
 
 
 _COMMON = (say("a vector"), say("a single number"), say("a counter"))  # reasons that have a plural

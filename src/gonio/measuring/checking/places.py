@@ -194,9 +194,9 @@ def with_codes(found: Inventory) -> Inventory:
 def _stored(place: Place) -> Tensor:
     """The values of a place as a reader of formats loads them."""
     values = _values(place)
-    return (
-        torch.zeros(place.shape, device="cpu", dtype=torch.float32) if values is None else values.reshape(place.shape)
-    )
+    if values is None:
+        return torch.zeros(place.shape, device="cpu", dtype=torch.float32)
+    return values.reshape(place.shape)
 
 
 def _values(place: Place) -> Tensor | None:

@@ -150,11 +150,9 @@ def kind_of(t: TensorMeasurement) -> str | None:
     else:
         name, size = "kernel" if prod(t.shape[2:]) > 1 else "matrix", min(t.filters, t.dim)
     at = next(i for i, most in enumerate(SIZES) if size <= most)
-    return (
-        f"{name} {SIZES[at - 1] + 1 if at else 1} to {SIZES[at]}"
-        if SIZES[at] < inf
-        else f"{name} above {SIZES[at - 1]}"
-    )
+    if SIZES[at] == inf:
+        return f"{name} above {SIZES[at - 1]}"
+    return f"{name} {SIZES[at - 1] + 1 if at else 1} to {SIZES[at]}"
 
 
 def described(kind: str) -> Message:

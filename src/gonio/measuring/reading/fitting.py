@@ -260,10 +260,8 @@ def _by_transformers(model: nn.Module, own: Shapes, shapes: Shapes) -> ModelFit 
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None or not isinstance(model, base):
         return None
-    what = say("holding a checkpoint against a model of transformers")
-    import_extra(
-        "accelerate", what, package="accelerate", extra="models"
-    )  # without it no model is built without values
+    what = say("holding a checkpoint against a model of transformers")  # which accelerate builds without values
+    import_extra("accelerate", what, package="accelerate", extra="models")
     try:
         return _from_pretrained(model, own, shapes)
     except Exception as error:
@@ -399,11 +397,10 @@ def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
     notes = []
     if fit.prefix:
         told = {"prefix": plain(fit.prefix), "n": fit.prefixed, "every": tensors}
-        notes.append(
-            say("names are compared without {prefix}, which stands before all of them", **told)
-            if fit.prefixed == tensors
-            else say("names are compared without {prefix}, which stands before {n} of {every}", **told)
-        )
+        if fit.prefixed == tensors:
+            notes.append(say("names are compared without {prefix}, which stands before all of them", **told))
+        else:
+            notes.append(say("names are compared without {prefix}, which stands before {n} of {every}", **told))
     if fit.wrapped:
         notes.append(say("names are compared without those of wrappers (_orig_mod, module, …)"))
     if fit.whole:

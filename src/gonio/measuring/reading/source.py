@@ -256,11 +256,8 @@ def _entries(stored: StoredTensors, beside: Configurations, of_adapters: set[str
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
     plainly = {name: tensor for name, tensor in stored.items() if tensor.axes is None}
     suspects = [name for name, t in plainly.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
-    weights = (
-        {part: one for one in stored_weights(suspects, stored, beside.quantisation) for part in one.parts}
-        if suspects or beside.quantisation
-        else {}
-    )
+    several = stored_weights(suspects, stored, beside.quantisation) if suspects or beside.quantisation else []
+    weights = {part: one for one in several for part in one.parts}
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first, tables = stores_inputs_first(shapes), tables_in(shapes)
     read = {name: infer(name, shapes, inputs_first=inputs_first) for name in plainly if name not in weights}
