@@ -35,6 +35,16 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
+def file_size(count: int) -> str:
+    """Bytes in the largest unit that gives at least 1."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 def unit_of_difference(unit: str) -> str:
     """The unit of a difference: of percentages, points."""
     return "points" if unit in ("percent", "%", "points", "% of runs") else unit
