@@ -19,7 +19,7 @@ from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.figures.usual import usual_of
 from gonio.measuring.findings.rules import Finding, Suppressed, first_of, render_findings, verdict
-from gonio.measuring.reading.entry import FACTOR, LOW_RANK, UNKNOWN
+from gonio.measuring.reading.entry import FACTOR, FEW_DIMENSIONS, LOW_RANK, UNKNOWN
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
@@ -308,7 +308,7 @@ class Measurements(Table[TensorMeasurement]):
         return "\n".join([*lines, "", markdown_cell(self.coverage), ""])
 
 
-_COMMON = (say("a vector"), say("a single number"), say("a counter"))  # reasons that have a plural
+_COMMON = (*FEW_DIMENSIONS, say("a counter"))  # reasons that have a plural
 
 
 def _plural(reason: str, n: int) -> Message:

@@ -35,7 +35,7 @@ from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings, verdict, worst_first
 from gonio.measuring.journal import Journal
-from gonio.measuring.reading.entry import TensorEntry, says_tied
+from gonio.measuring.reading.entry import TensorEntry, layer_path, says_tied
 from gonio.measuring.reading.source import Source, name_of, watching
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.table import (
@@ -463,8 +463,7 @@ def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel])
 
 
 def _row(name: str, status: str, **values: Any) -> TensorDifference:
-    path = name.removesuffix(".weight")
-    return TensorDifference(name=name, path=path, status=status, **values)
+    return TensorDifference(name=name, path=layer_path(name), status=status, **values)
 
 
 def _not_compared(name: str, why: NotCompared, **values: Any) -> TensorDifference:

@@ -29,6 +29,7 @@ from gonio.measuring.findings.rules import (
     verdict,
     worst_first,
 )
+from gonio.measuring.reading.entry import layer_path
 from gonio.measuring.reading.source import Source, name_of, watching
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import (
@@ -366,7 +367,7 @@ class CosineSums:
         total = float(norms.sum())
         return Agreement(
             name=name,
-            path=name.removesuffix(".weight") or "all tensors",
+            path=layer_path(name) or "all tensors",
             entries=self.entries,
             chance=1 / sqrt(self.entries) if self.entries else 0.0,
             norms=tuple(norms.tolist()),

@@ -23,9 +23,10 @@ from gonio.measuring.findings.rules import (
 )
 from gonio.measuring.findings.siblings import AmongSiblings, copies, places
 from gonio.measuring.reading.entry import (
-    NO_VARIANCE,
+    NOTES,
     PACKED,
     USUAL_PADDING,
+    dtype_name,
     fills_up,
     has_bias,
     holds_variances,
@@ -37,7 +38,7 @@ from gonio.measuring.reading.order import is_matrix
 from gonio.measuring.reading.source import padding_rows, tables_in
 from gonio.messages import counted, say
 
-_CODES = frozenset(str(dtype).removeprefix("torch.") for dtype in PACKED)  # what packed weights are stored in
+_CODES = frozenset(map(dtype_name, PACKED))  # what packed weights are stored in
 _FEWEST_ENTRIES = 64  # of a tensor that is not equal to another one by chance
 FILE_RULES: dict[str, FindingRule[Problem]] = {}
 VALUE_RULES: dict[str, FindingRule[TensorCheck]] = {}
@@ -162,7 +163,7 @@ def _negative_variances(t: TensorCheck) -> str | None:
 
 @rule("G107", VALUE_RULES)
 def _no_variance(t: TensorCheck) -> str | None:
-    return NO_VARIANCE if t.zero and holds_variances(t.name) else None
+    return NOTES["no variance"] if t.zero and holds_variances(t.name) else None
 
 
 @rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)

@@ -31,7 +31,7 @@ from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import (
     FACTOR,
     LOW_RANK,
-    NO_VARIANCE,
+    NOTES,
     negative_variances,
 )
 from gonio.messages import Message, are, counted, fixed, joined, local, say
@@ -401,7 +401,7 @@ def _negative_variance(t: TensorMeasurement) -> str | None:
 
 @rule("G107", WEIGHT_RULES)
 def _no_variance(t: TensorMeasurement) -> str | None:
-    return NO_VARIANCE if "no variance" in t.marks else None
+    return NOTES["no variance"] if "no variance" in t.marks else None
 
 
 def _alike_on_purpose(t: TensorMeasurement) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import StoredTensor, wrong_size
+from gonio.measuring.reading.entry import StoredTensor, dtype_name, wrong_size
 from gonio.measuring.reading.opened import Listing, Opened, Problem, intact, naturals
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
@@ -140,7 +140,7 @@ def _add(folder: _Folder, name: str, value: Record, places: Mapping[Any, list[Re
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype, torch.dtype) or len(chunks) > MOST_PIECES:
         raise ValueError(f"no dtype of torch, or {len(chunks)} pieces")
-    said = str(dtype).removeprefix("torch.")
+    said = dtype_name(dtype)
     pieces, wrong = [], []
     for chunk in chunks:
         offsets, sizes = naturals(chunk["offsets"]), naturals(chunk["sizes"])
@@ -248,7 +248,7 @@ def _read(folder: Path, pieces: list[_Piece], shape: tuple[int, ...], dtype: tor
             part = archive.content
             if not isinstance(part, StoredPart) or part.shape != piece.sizes:
                 raise ValueError(f"the piece at {list(piece.offsets)} is no tensor of sizes {list(piece.sizes)}")
-            if part.dtype != str(dtype).removeprefix("torch."):
+            if part.dtype != dtype_name(dtype):
                 raise ValueError(f"the piece at {list(piece.offsets)} is of the dtype {part.dtype}")
             view = whole[tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))]
             archive.read(part, view)

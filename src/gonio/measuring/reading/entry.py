@@ -24,18 +24,20 @@ from gonio.geometry.views import ATTENTION
 from gonio.messages import Message, are, counted, fixed, say
 
 Mark = Literal["table", "padding", "maybe padding", "filled", "fixed", "constant", "ordered", "no variance", "failed"]
-"""What rules ask of a tensor beside its figures; a note says each to the reader, but for a `failed` reading."""
+"""What rules ask of a tensor beside its figures; :data:`NOTES` say it to the reader."""
+NOTES: Mapping[Mark, str] = {
+    "padding": "one row is padding and stays 0",  # an embedding with padding_idx
+    "maybe padding": "its one row of zeros is the padding of an embedding, or a dead filter",
+    "filled": "its last rows are 0, as those that fill a vocabulary up",
+    # rows of tables that were not learned: fixed positions, and gains that all start from one value
+    "fixed": "a table that is not trained, in a model that is",
+    "constant": "every row is the same: it starts from a constant",
+    "ordered": "neighbouring rows are alike, as those of positions are",
+    "no variance": fixed("every running variance is 0"),
+}
 
-PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
-NO_VARIANCE = fixed("every running variance is 0")
+FEW_DIMENSIONS = (say("a single number"), say("a vector"))  # why a tensor of so many dimensions has no filters
 USUAL_PADDING = (0, 1)  # the first row, as in BERT and T5, or the second one, as in RoBERTa, BART and MPNet
-MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
-FILLED = "its last rows are 0, as those that fill a vocabulary up"
-# The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
-FIXED = "a table that is not trained, in a model that is"
-CONSTANT = "every row is the same: it starts from a constant"
-# That on a table whose rows are in order, as learned positions are.
-ORDERED = "neighbouring rows are alike, as those of positions are"
 ADDITIVE_MASK = "an additive mask: every value is 0 or −inf"
 EIGHT_BITS = "8-bit floats, read as float32"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
@@ -96,14 +98,16 @@ class TensorEntry:
         """A tensor that cannot be measured at all."""
         return cls(name, "", None, None, reason, shape=shape, dtype=dtype)
 
-    def marked(self, mark: Mark, note: str) -> TensorEntry:
+    def marked(self, mark: Mark) -> TensorEntry:
         """The same entry with a mark, and with the note that says it."""
-        return replace(self, marks=(*self.marks, mark), notes=(*self.notes, note))
+        if mark in self.marks:
+            return self
+        return replace(self, marks=(*self.marks, mark), notes=(*self.notes, NOTES[mark]))
 
     @property
     def path(self) -> str:
-        """The layer's path for its weight, the full name for any other tensor."""
-        return self.name.removesuffix(".weight")
+        """See :func:`layer_path`."""
+        return layer_path(self.name)
 
     def read(self) -> Tensor | None:
         """The tensor; None for one that cannot be measured at all."""
@@ -120,6 +124,11 @@ class TensorEntry:
             notes=(),
             marks=(),
         )
+
+
+def layer_path(name: str) -> str:
+    """The layer's path for its weight, the full name for any other tensor."""
+    return name.removesuffix(".weight")
 
 
 def with_ties(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -221,7 +230,7 @@ def dtype_named(name: str) -> torch.dtype | None:
 def header_of(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     """Shape and dtype; `((), "")` for a tensor subclass that raises when they are read."""
     try:
-        return tuple(int(n) for n in tensor.shape), _named(tensor.dtype)
+        return tuple(int(n) for n in tensor.shape), dtype_name(tensor.dtype)
     except Exception:  # subclasses run code of their own here
         return (), ""
 
@@ -266,7 +275,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
     if tensor.is_quantized or type(tensor).dequantize is not Tensor.dequantize:
         return _dequantized(tensor)
     if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else f"sparse ({_named(tensor.layout)})"
+        kind = "nested" if tensor.is_nested else f"sparse ({dtype_name(tensor.layout)})"
         return Numbers(None, f"{kind}: filters are not stored whole")
     if not tensor.is_floating_point():
         return _no_floats(tensor)
@@ -278,7 +287,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
         try:
             tensor.detach().flatten()[:1].float()
         except RuntimeError:
-            return Numbers(None, f"packed as {_named(tensor.dtype)}")
+            return Numbers(None, f"packed as {dtype_name(tensor.dtype)}")
         notes = (*notes, EIGHT_BITS)
     return Numbers(tensor.detach(), notes=notes)
 
@@ -289,12 +298,14 @@ def _dequantized(tensor: Tensor) -> Numbers:
     except (RuntimeError, NotImplementedError, TypeError) as error:
         said = first_line(error, 100)
         return Numbers(None, f"quantised ({type(tensor).__name__}), and cannot be dequantised here: {said}")
-    kind = _named(tensor.dtype) if tensor.is_quantized else type(tensor).__name__  # whose dtype is that of its values
+    kind = (
+        dtype_name(tensor.dtype) if tensor.is_quantized else type(tensor).__name__
+    )  # whose dtype is that of its values
     return Numbers(plain.detach(), notes=(f"dequantised from {kind}",))
 
 
 def _no_floats(tensor: Tensor) -> Numbers:
-    kind = _named(tensor.dtype)
+    kind = dtype_name(tensor.dtype)
     if tensor.is_complex():
         return Numbers(None, "complex: angles between complex filters are not defined here")
     if tensor.dtype in PACKED and tensor.ndim >= 2:
@@ -304,7 +315,8 @@ def _no_floats(tensor: Tensor) -> Numbers:
     return Numbers(None, f"packed as {kind}")
 
 
-def _named(value: torch.dtype | torch.layout) -> str:
+def dtype_name(value: torch.dtype | torch.layout) -> str:
+    """torch's name of a dtype or layout, without `torch.`."""
     return str(value).removeprefix("torch.")
 
 
@@ -407,7 +419,7 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
     shape = shapes[name]
     last = name.rpartition(".")[2]
     if len(shape) < 2:
-        return None, f"{len(shape)}-d tensor", "a single number" if not shape else "a vector", ()
+        return None, f"{len(shape)}-d tensor", FEW_DIMENSIONS[len(shape)], ()
     if ".parametrizations." in f".{name}" and last == "original":
         return None, "parametrization", _RAW, ()
     bias = _bias_of(name, shapes)

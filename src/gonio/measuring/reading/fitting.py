@@ -20,7 +20,7 @@ from gonio.editing.twin import copy_of
 from gonio.editing.where import unwrapped
 from gonio.errors import first_line, import_extra, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import clean_names
+from gonio.measuring.reading.entry import clean_names, layer_path
 from gonio.measuring.reading.opened import Problem
 from gonio.messages import Message, counted, joined, say
 
@@ -379,17 +379,15 @@ def unlike_model(fit: ModelFit, model: nn.Module, shapes: Shapes, known: Sequenc
         return [Problem("G719", "", said)]
     told = {name.removeprefix(fit.prefix) for problem in known for name in (problem.path, *problem.tensors)}
     found = [
-        Problem("G719", _path(name), say("missing: {model} has it ({shape})", model=name_of, shape=_size(shape)))
+        Problem("G719", layer_path(name), say("missing: {model} has it ({shape})", model=name_of, shape=_size(shape)))
         for name, shape in fit.missing.items()
         if name not in told
     ]
-    found += [
-        Problem("G719", _path(name), say("{given}, and {wanted} in {model}", given=_size(given), wanted=_size(wanted),
-                                         model=name_of))
-        for name, (given, wanted) in fit.reshaped.items()
-    ]  # fmt: skip
+    for name, (given, wanted) in fit.reshaped.items():
+        sizes = {"given": _size(given), "wanted": _size(wanted)}
+        found.append(Problem("G719", layer_path(name), say("{given}, and {wanted} in {model}", model=name_of, **sizes)))
     said = say("{model} has no tensor of this name", model=name_of)
-    return [*found, *(Problem("G720", _path(name), said) for name in fit.unknown)]
+    return [*found, *(Problem("G720", layer_path(name), said) for name in fit.unknown)]
 
 
 def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
@@ -408,10 +406,6 @@ def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
         count = counted(fit.prefixed or tensors, "tensor")
         notes.append(say("fits {model} by name and shape: {tensors}", model=name_of, tensors=count))
     return notes
-
-
-def _path(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _size(shape: Shape) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import Axes, StoredTensor, dtype_named, no_dtype, wrong_size
+from gonio.measuring.reading.entry import FEW_DIMENSIONS, Axes, StoredTensor, dtype_named, no_dtype, wrong_size
 from gonio.measuring.reading.opened import Listing, Opened, Problem, intact, naturals, read_tensor
 
 _CHUNKED = "__msgpack_chunked_array__"
@@ -237,7 +237,7 @@ def _candidates(name: str, stored: Mapping[str, StoredTensor]) -> tuple[int, ...
 def _axes(name: str, stored: Mapping[str, StoredTensor], outputs_last: bool) -> Axes:
     n = len(stored[name].shape)
     if n < 2:
-        return Axes(reason="a vector" if n else "a single number")
+        return Axes(reason=FEW_DIMENSIONS[n])
     found = _candidates(name, stored)
     if not 2 <= n <= 5 or not (len(found) == 1 or (n - 1 in found and outputs_last)):
         return Axes(reason="no bias tells which dimension holds its outputs")

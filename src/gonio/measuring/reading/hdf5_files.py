@@ -26,7 +26,15 @@ from torch import Tensor
 from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, dtype_named, no_dtype, wrong_size
+from gonio.measuring.reading.entry import (
+    EMBEDDING,
+    FEW_DIMENSIONS,
+    Axes,
+    StoredTensor,
+    dtype_named,
+    no_dtype,
+    wrong_size,
+)
 from gonio.measuring.reading.opened import MOST_UNFOLDED, Listing, Opened, intact
 from gonio.measuring.reading.pickles import FilePart, record_start
 
@@ -182,7 +190,7 @@ def _axes(layer: tuple[str, Mapping[str, Any]] | None, name: str, shape: tuple[i
     """The dimensions of a weight of a layer of Keras, by its class and the number of its dimensions."""
     n = len(shape)
     if n < 2:
-        return Axes(reason="a vector" if n else "a single number")
+        return Axes(reason=FEW_DIMENSIONS[n])
     kind, facts = layer or ("", {})
     groups = facts.get("groups", 1)
     if kind == "Dense" and n == 2:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gonio.escaping import plain
+from gonio.measuring.reading.entry import dtype_name
 from gonio.measuring.reading.opened import fill, read_tensor
 
 _OPCODES = (  # noqa: SIM905
@@ -319,7 +320,7 @@ class StoredPart:
     def of(cls, args: tuple[Any, ...], own: torch.dtype | None = None) -> StoredPart:
         """A tensor by the arguments of its function; of a storage of bytes with a dtype of its own."""
         (dtype, key), offset, shape, strides = args[:4]
-        dtype = str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else dtype
+        dtype = dtype_name(own) if isinstance(own, torch.dtype) else dtype
         if any(type(n) is not int or n < 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
             raise ValueError("a tensor's place is no list of natural numbers")
         return cls(dtype, key, offset, tuple(shape), tuple(strides))

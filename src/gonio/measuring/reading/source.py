@@ -27,7 +27,6 @@ from gonio.measuring.reading.adapters import (
     adapters_in,
     entries_of_adapters,
     faults_of,
-    in_every_block,
     may_hold_adapters,
     stated_in_header,
 )
@@ -60,7 +59,7 @@ from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.opened import Opened, Problem, Watched, link_to_nothing, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
-from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
+from gonio.measuring.reading.order import families, in_depth_order
 from gonio.measuring.reading.shards import (
     KINDS,
     OTHERS,
@@ -78,7 +77,7 @@ from gonio.measuring.reading.shards import (
     without_key,
 )
 from gonio.measuring.reading.state_dicts import open_state, state_in
-from gonio.measuring.reading.stated import unlike_stated
+from gonio.measuring.reading.stated import unlike_others
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.messages import Message, joined, say
 
@@ -196,8 +195,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
-    gaps = missing_in_blocks(shapes, opened.problems) if not adapters or in_every_block(about) else []
-    gaps += [] if adapters else unlike_stated(shapes, opened.problems, beside, opened.header)
+    gaps = unlike_others(shapes, opened.problems, beside, opened.header, about if adapters else None)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)

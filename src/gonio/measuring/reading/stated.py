@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gonio.escaping import plain
+from gonio.measuring.reading.adapters import in_every_block
 from gonio.measuring.reading.configurations import Configurations
-from gonio.measuring.reading.entry import WRAPPERS
+from gonio.measuring.reading.entry import WRAPPERS, layer_path
 from gonio.measuring.reading.opened import HeaderFacts, Problem
-from gonio.measuring.reading.order import blocks_in
+from gonio.measuring.reading.order import blocks_in, missing_in_blocks
 from gonio.messages import counted, say
 
 _TENSORS = 4  # that blocks have in common, at least
@@ -18,6 +20,23 @@ _INNER = "base_layer"  # of peft, around one layer; networks of other libraries 
 _INCOMPLETE = ("G701", "G702")  # then not all names are known
 _INPUTS = "token_embd.weight"  # the table of tokens, by the names that GGUF has
 _Blocks = Mapping[str, Mapping[str, set[str]]]
+
+
+def unlike_others(
+    shapes: Mapping[str, Sequence[int] | None],
+    known: Iterable[Problem],
+    beside: Configurations,
+    header: HeaderFacts | None,
+    adapting: Mapping[str, Any] | None,
+) -> list[Problem]:
+    """Where tensors are not those of the other blocks, nor those of the configuration.
+
+    Args:
+        adapting: the configuration of the adapters that they are; None without any.
+    """
+    if adapting is None:
+        return [*missing_in_blocks(shapes, known), *unlike_stated(shapes, known, beside, header)]
+    return missing_in_blocks(shapes, known) if in_every_block(adapting) else []
 
 
 def unlike_stated(
@@ -165,7 +184,7 @@ def unlike_header(shapes: Mapping[str, Sequence[int] | None], header: HeaderFact
     table = shapes.get(_INPUTS)
     if header.vocabulary and table and len(table) == 2 and table[0] < header.vocabulary:
         told = {"rows": counted(table[0], "row"), "vocabulary": header.vocabulary}
-        path = _INPUTS.removesuffix(".weight")
+        path = layer_path(_INPUTS)
         yield Problem("G717", path, say("{rows}, and the header lists {vocabulary:,} tokens", **told))
 
 
