@@ -18,7 +18,7 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.figures.usual import usual_of
-from gonio.measuring.findings.rules import Finding, Suppressed, first_of, render_findings, verdict
+from gonio.measuring.findings.rules import Finding, Suppressed, first_of, markdown_findings, render_findings, verdict
 from gonio.measuring.reading.entry import FACTOR, FEW_DIMENSIONS, LOW_RANK, UNKNOWN
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
@@ -296,12 +296,7 @@ class Measurements(Table[TensorMeasurement]):
 
     def to_markdown(self) -> str:
         """Findings, the table of the layers, and the coverage, for an issue or a README."""
-        lines = [f"**{markdown_cell(self.source)}**", "", self.verdict, ""]
-        lines += [
-            f"- **{f.level} {f.code}** {markdown_cell(f.path) or 'the model'}: {markdown_cell(f.found)}"
-            for f in self.findings
-        ]
-        lines += [""] if self.findings else []
+        lines = [f"**{markdown_cell(self.source)}**", "", self.verdict, "", *markdown_findings(self.findings)]
         for sentence in self.suppressed.sentences if self.suppressed is not None else ():
             lines += [markdown_cell(sentence), ""]
         lines += markdown_table("layer", self.layers, columns_of(self.layers))

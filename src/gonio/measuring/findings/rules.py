@@ -290,7 +290,7 @@ def render_findings(findings: Sequence[Finding], more: Iterable[Text] = ()) -> I
 
 def markdown_findings(findings: Sequence[Finding], whole: str = "the model") -> list[str]:
     """Findings as a markdown list, then a blank line; nothing without findings. `whole`: what the path "" means."""
-    said = [f"* {f.code}: {markdown_cell(f.path or whole)}: {markdown_cell(f.found)}" for f in findings]
+    said = [f"- **{f.level} {f.code}** {markdown_cell(f.path or whole)}: {markdown_cell(f.found)}" for f in findings]
     return [*said, ""] if said else []
 
 
