@@ -75,7 +75,7 @@ def among_others(
     inputs_first = stores_inputs_first(shapes) if any(t.equal_rows or t.zero_rows for t in own) else False
 
     def is_layer(t: TensorCheck) -> bool:
-        layout, *_ = infer(t.name, shapes, inputs_first=inputs_first)
+        layout = infer(t.name, shapes, inputs_first=inputs_first).layout
         if len(t.shape) > 2 and t.shape[1] == 1 and t.equal_rows == t.rows - 1:  # one kernel in every channel: a blur
             return False
         told = len(t.shape) > 2 or has_bias(t.name, shapes) or t.name in known

@@ -147,10 +147,10 @@ def says_tied(name: str) -> str:
 
 @dataclass(frozen=True)
 class Axes:
-    """What a format itself says about the dimensions of a tensor.
+    """What a format itself, or else key and shape, say about the dimensions of a tensor.
 
     Attributes:
-        order: the stored dimensions in torch's order (outputs, inputs, positions); None if the file does not tell it.
+        order: the stored dimensions in torch's order (outputs, inputs, positions); None if the format does not tell it.
         kind: what the tensor is. `layout`: how it is read in torch's order.
         reason: why it has no filters, or why the order is not known. `notes`: remarks for the reader.
         part: whether it is a part of a weight that is computed from several tensors.
@@ -406,8 +406,8 @@ def negative_variances(count: int) -> Message:
     return say("{variances} {are} negative", variances=counted(count, "running variance"), are=are(count))
 
 
-def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Layout | None, str, str, tuple[str, ...]]:
-    """The layout of a tensor, or None; its kind; the reason for None; notes.
+def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> Axes:
+    """What key and shape of a tensor say of it, in the order in which it is stored.
 
     A weight of two to five dimensions is a stack of filters on dim 0: a linear layer or an embedding (2), a
     convolution (3 to 5). Groups and transposition of a convolution cannot be seen; it is read as neither.
@@ -417,34 +417,37 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
         inputs_first: whether matrices of the file that are square, and have a bias, have their inputs first too.
     """
     shape = shapes[name]
-    last = name.rpartition(".")[2]
+    last, unread = name.rpartition(".")[2], f"{len(shape)}-d tensor"
     if len(shape) < 2:
-        return None, f"{len(shape)}-d tensor", FEW_DIMENSIONS[len(shape)], ()
+        return Axes(kind=unread, reason=FEW_DIMENSIONS[len(shape)])
     if ".parametrizations." in f".{name}" and last == "original":
-        return None, "parametrization", _RAW, ()
+        return Axes(kind="parametrization", reason=_RAW)
     bias = _bias_of(name, shapes)
     recurrent = _RECURRENT.fullmatch(name)
     named = last in ("weight", "lora_A", "lora_B", *ATTENTION) or recurrent is not None
     told = bias is not None and len(bias) == 1 and bias[0] in (shape[0], shape[1])
     if len(shape) not in _KINDS or not (named or told):
-        return None, f"{len(shape)}-d tensor", UNKNOWN, ()
+        return Axes(kind=unread, reason=UNKNOWN)
+    kind = _KINDS[len(shape)]
     if bias is not None and bias == shape:
-        return None, f"{len(shape)}-d tensor", "gains: its bias has the same shape", ()
+        return Axes(kind=unread, reason="gains: its bias has the same shape")
     if len(shape) == 2 and told and bias is not None and recurrent is None and last not in ATTENTION:
         square = shape[0] == shape[1]
         if (not square and bias[0] == shape[1]) or (square and inputs_first):
-            return Layout(transposed=True), _KINDS[2], "", (INPUTS_FIRST if not square else f"{INPUTS_FIRST}es",)
+            said = INPUTS_FIRST if not square else f"{INPUTS_FIRST}es"
+            return Axes(kind=kind, layout=Layout(transposed=True), notes=(said,))
     if len(shape) > 2 and told and bias is not None and bias[0] != shape[0]:
-        return Layout(transposed=True), f"transposed {_KINDS[len(shape)]}", "", ("outputs on dim 1, as its bias tells",)
+        said = "outputs on dim 1, as its bias tells"
+        return Axes(kind=f"transposed {kind}", layout=Layout(transposed=True), notes=(said,))
     if len(shape) == 3 and (bias == shape[:2] or bias == shape[::2]):
-        return None, "3-d tensor", f"{STACKED}: its bias has a row for each", ()
+        return Axes(kind=unread, reason=f"{STACKED}: its bias has a row for each")
     if len(shape) == 3 and not told and min(shape[1:]) > LONG:
-        return None, "3-d tensor", f"{STACKED}, or kernels of {shape[2]} positions: no bias tells", ()
+        return Axes(kind=unread, reason=f"{STACKED}, or kernels of {shape[2]} positions: no bias tells")
     blocks, notes = _blocks(name, shapes)
     if len(shape) > 2:
         lone = shape[1] == 1 and shape[0] > 1
         notes = (*notes, "depthwise, or of one input channel" if lone else "groups unknown, read as 1")
-    return Layout(blocks=blocks), _KINDS[len(shape)], "", notes
+    return Axes(kind=kind, layout=Layout(blocks=blocks), notes=notes)
 
 
 def _blocks(name: str, shapes: Shapes) -> tuple[int, tuple[str, ...]]:

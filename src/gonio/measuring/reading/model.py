@@ -196,15 +196,16 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
     if tensor is None:
         found = recurrent_weights(module)
         if name in found:
-            return infer(name, {key: tuple(value.shape) for key, value in found.items()})[::2]
+            axes = infer(name, {key: tuple(value.shape) for key, value in found.items()})
+            return axes.layout, axes.reason
         return (Layout(), "") if name == "weight" else (None, _UNREAD)
     if tensor.ndim > 1 and facts_of(module).removes_scale:
         return None, "gains and shifts, one per entry of the input"
     if not isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and tensor.is_floating_point():
         return None, "a buffer: not trained"
     if name == "weight" and tensor.ndim >= 2:
-        layout, _, reason, _ = infer(name, {name: tuple(tensor.shape)})
-        return layout, reason
+        axes = infer(name, {name: tuple(tensor.shape)})
+        return axes.layout, axes.reason
     return None, FEW_DIMENSIONS[tensor.ndim] if tensor.ndim < 2 else _UNREAD
 
 

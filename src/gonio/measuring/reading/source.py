@@ -158,6 +158,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         opened, beside, made = Opened({}), Configurations(), entries_of_model(source)
     else:
         opened, beside = _opened(source)
+        if opened.refusal is not None:
+            raise opened.refusal
         headers = {other.name: (other.shape or (), other.dtype) for other in opened.others}
         headers |= {name: (tensor.shape, tensor.dtype) for name, tensor in opened.stored.items()}
         absent = without_values(headers)
@@ -178,20 +180,7 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
             "Pass the adapters first and the model that they adapt as base, or no base; gonio.measuring.difference "
             "and `gonio measure BASE AFTER` compare two checkpoints.",
         )
-    if adapters:
-        held = {} if base is None else {e.weight_name or e.name: e for e in with_ties(contents_of(base).entries)}
-        added = entries_of_adapters(adapters, held)
-        if base is not None and not any(held.get(e.weight_name or e.name) is e for e in added):
-            raise InvalidArgumentError(
-                "measure(base=) takes the model that the adapters adapt",
-                say(
-                    "{base}, which has none of the weights that they adapt, such as {path}",
-                    base=name_of(base),
-                    path=plain(adapters[0].path),
-                ),
-                "Pass the model that they were trained on as base.",
-            )
-        made += added
+    made += _adapted(adapters, base)
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
@@ -199,6 +188,20 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)
+
+
+def _adapted(adapters: list[Adapter], base: Source | None) -> list[TensorEntry]:
+    """The products of adapters, and what they make of the tensors of their base."""
+    held = {} if base is None else {e.weight_name or e.name: e for e in with_ties(contents_of(base).entries)}
+    added = entries_of_adapters(adapters, held)
+    if base is None or any(held.get(e.weight_name or e.name) is e for e in added):
+        return added
+    path = plain(adapters[0].path)
+    raise InvalidArgumentError(
+        "measure(base=) takes the model that the adapters adapt",
+        say("{base}, which has none of the weights that they adapt, such as {path}", base=name_of(base), path=path),
+        "Pass the model that they were trained on as base.",
+    )
 
 
 def configured(
@@ -260,16 +263,16 @@ def _entries(stored: StoredTensors, beside: Configurations, of_adapters: set[str
     inputs_first, tables = stores_inputs_first(shapes), tables_in(shapes)
     read = {name: infer(name, shapes, inputs_first=inputs_first) for name in plainly if name not in weights}
     layers = {name for names in families(shapes) for name in names} | {n for n in shapes if has_bias(n, shapes)}
-    stacks = stacks_in(shapes, [name for name, (layout, *_) in read.items() if layout is None or untold(name, shapes)])
+    stacks = stacks_in(shapes, [name for name, one in read.items() if one.layout is None or untold(name, shapes)])
     for name, tensor in stored.items():
         weight = weights.get(name)
         if tensor.axes is not None:
             yield _by_axes(cleaned[name], tensor, tensor.axes)
         elif weight is None:
-            layout, kind, reason, notes = read[name]
-            kind = LINEAR if kind == TABLE and name in layers else kind
-            notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
-            made = tensor.entry(cleaned[name], kind, layout, reason, notes)
+            axes = read[name]
+            kind = LINEAR if axes.kind == TABLE and name in layers else axes.kind
+            notes = (*axes.notes, f"dequantised from {tensor.dtype}") if tensor.values else axes.notes
+            made = tensor.entry(cleaned[name], kind, axes.layout, axes.reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]), table=kind == TABLE)
             made = replace(made, padding=padding_rows(shapes[name], beside.padding, tables))
             made = stacks[name].entry(made) if name in stacks else made
@@ -315,22 +318,15 @@ def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     """The entry of a weight computed from its parts; a stack of matrices is read as one of experts."""
     if weight.stored is None:
         return TensorEntry.unread(name, weight.note)
-    layout, kind, reason, notes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
-    if weight.matrices > 1 or (layout is None and weight.kind == "quantised"):
-        layout, kind, reason = Layout(blocks=weight.matrices), "linear", ""
-    return replace(weight.stored.entry(name, kind, layout, reason, (weight.note, *notes)), inferred=True)
+    axes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
+    if weight.matrices > 1 or (axes.layout is None and weight.kind == "quantised"):
+        axes = replace(axes, layout=Layout(blocks=weight.matrices), kind="linear", reason="")
+    made = weight.stored.entry(name, axes.kind, axes.layout, axes.reason, (weight.note, *axes.notes))
+    return replace(made, inferred=True)
 
 
 def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Configurations]:
-    """The tensors, and the configurations in the file's folder."""
-    found = _held(source)
-    if found[0].refusal is not None:
-        raise found[0].refusal
-    return found
-
-
-def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Configurations]:
-    """As :func:`_opened`; of a source whose weights are not known, why, and the states of optimizers."""
+    """The tensors, and the configurations beside a file; or why it has no known weights, and the optimizer's states."""
     if isinstance(source, Mapping):
         if (layers := open_layers(source)) is not None:
             return layers, Configurations()
@@ -385,7 +381,7 @@ def optimizer_of(source: Source) -> OptimizerContents:
     if isinstance(source, nn.Module):
         return OptimizerContents()
     try:
-        return _held(source)[0].optimizer
+        return _opened(source)[0].optimizer
     except GonioError:  # damage is a finding of `check`
         return OptimizerContents()
 
