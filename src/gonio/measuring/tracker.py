@@ -459,7 +459,8 @@ class Tracker:
             self.training.keep_gradients(optimizer)
 
     def _forget_hook(self, optimizer: Optimizer) -> None:
-        self._last_hooks.pop(id(optimizer), _nothing)()
+        if (remove := self._last_hooks.pop(id(optimizer), None)) is not None:
+            remove()
 
     def _end(self, optimizer: Optimizer) -> None:
         self._open.discard(id(optimizer))
@@ -579,10 +580,6 @@ def _drawers(loggers: Sequence[Any], figures: str) -> list[SendHistograms]:
         do = "Pass a SummaryWriter of TensorBoard or a run of W&B, and figures='all'."
         raise InvalidArgumentError("Tracker(histograms=True) sends norms and angles to a logger", given, do)
     return found
-
-
-def _nothing() -> None:
-    """In the place of the removal of a hook."""
 
 
 def _first() -> bool:
