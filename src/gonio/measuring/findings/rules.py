@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from rich.text import Text
 
-from gonio.errors import UnknownNameError, listing
+from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR, ROUNDING
@@ -172,7 +172,12 @@ def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def at_least(findings: Iterable[Finding], level: str) -> list[Finding]:
-    """Those of this level or above."""
+    """Those of this level or above.
+
+    Raises: InvalidArgumentError for another word.
+    """
+    if level not in LEVELS:
+        raise InvalidArgumentError("a finding has the level info, warn or error", repr(level), "Pass one of them.")
     return [finding for finding in findings if LEVELS.index(finding.level) >= LEVELS.index(level)]
 
 
