@@ -18,21 +18,6 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.reading.entry import FACTOR, LOW_RANK
 from gonio.messages import Message, say
 
-__all__ = [
-    "FIGURES",
-    "KINDS",
-    "LEAST",
-    "PERCENTILES",
-    "Bands",
-    "Usual",
-    "UsualLayer",
-    "described",
-    "kind_of",
-    "known",
-    "usual",
-    "usual_of",
-]
-
 LEAST = 10  # architectures with layers of a kind and size: with fewer, what is usual is not known
 PERCENTILES = (5, 25, 50, 75, 95)
 SIZES = (8, 32, 128, 512, inf)  # of the smaller side of a matrix, up to
