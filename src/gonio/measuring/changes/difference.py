@@ -410,19 +410,16 @@ def compared(
     One tensor of the base is read once and then released. Workers call `reduce`, so that only its results are sent.
     """
     held, models, names = _opened(base, after)
-    return (
-        held,
-        models,
-        results(
-            lambda left: (([n], [reduce(*_compared(names[n], held.get(names[n]), models))]) for n in left),
-            _reduced,
-            lambda: (reduce, path_of(base), [*map(path_of, after)]),
-            [prod(held[name].shape or ()) if name in held else 0 for name in names],
-            spread,
-            progress,
-            journal,
-        ),
+    reduced = results(
+        lambda left: (([n], [reduce(*_compared(names[n], held.get(names[n]), models))]) for n in left),
+        _reduced,
+        lambda: (reduce, path_of(base), [*map(path_of, after)]),
+        [prod(held[name].shape or ()) if name in held else 0 for name in names],
+        spread,
+        progress,
+        journal,
     )
+    return held, models, reduced
 
 
 def _reduced(reduce: Reduce[Reduced], base: Source, after: Sequence[Source], numbers: Sequence[int]) -> list[Reduced]:

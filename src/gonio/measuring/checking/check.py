@@ -157,9 +157,9 @@ class CheckResult(Table[TensorCheck]):
         said = joined(counts, last=" and ")
         if levels["error"]:
             unfit = all(finding.code == "G719" for finding in self.findings if finding.level == "error")
-            return (
-                say("Does not fit the model: {found}.", found=said) if unfit else say("Damaged: {found}.", found=said)
-            )
+            if unfit:
+                return say("Does not fit the model: {found}.", found=said)
+            return say("Damaged: {found}.", found=said)
         if not self.tensors:
             return say("Nothing to check: it holds no tensor.")
         if levels["warn"]:

@@ -139,13 +139,8 @@ class UpperBounds(Interpreter):
             layer = self.merged.get(node, node)
             terms = [term for term in _inputs(layer) if term in self.upper]
             factor = quotient(upper, max((self.upper[term] for term in terms), default=1.0))
-            weighted = isinstance(self.traced.called(layer), WEIGHTED)
-            if (
-                not terms
-                or node.op == "output"
-                or node in self.merged.values()
-                or (abs(factor - 1) < 1e-6 and not weighted)
-            ):
+            idle = abs(factor - 1) < 1e-6 and not isinstance(self.traced.called(layer), WEIGHTED)
+            if not terms or idle or node.op == "output" or node in self.merged.values():
                 continue
             known = max(quotient(self.upper[term], gains[term]) for term in terms)
             nodes = dict.fromkeys((layer, node))

@@ -436,13 +436,9 @@ def _shared(t: TensorMeasurement) -> str | None:
 @rule("G202", WEIGHT_RULES)
 def _alike(t: TensorMeasurement) -> str | None:
     total = t.total_filters * ((t.filters or 0) - 1) // 2
-    if (
-        _not_like_random(t)
-        or not t.near_duplicates
-        or not t.closest
-        or not t.dim
-        or expected_pairs_above(NEAR, total, t.dim) > 1e-4
-    ):
+    if _not_like_random(t) or not t.near_duplicates or not t.closest or not t.dim:
+        return None
+    if expected_pairs_above(NEAR, total, t.dim) > 1e-4:
         return None
     copies = _pairs_of_copies(t) if _equal(t) else 0  # which G203 names
     left = t.near_duplicates - copies

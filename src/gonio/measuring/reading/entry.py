@@ -298,9 +298,9 @@ def _dequantized(tensor: Tensor) -> Numbers:
     except (RuntimeError, NotImplementedError, TypeError) as error:
         said = first_line(error, 100)
         return Numbers(None, f"quantised ({type(tensor).__name__}), and cannot be dequantised here: {said}")
-    kind = (
-        dtype_name(tensor.dtype) if tensor.is_quantized else type(tensor).__name__
-    )  # whose dtype is that of its values
+    kind = type(tensor).__name__  # whose dtype is that of its values
+    if tensor.is_quantized:
+        kind = dtype_name(tensor.dtype)
     return Numbers(plain.detach(), notes=(f"dequantised from {kind}",))
 
 

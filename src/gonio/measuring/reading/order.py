@@ -168,16 +168,16 @@ def missing_in_blocks(shapes: Mapping[str, Sequence[int] | None], known: Iterabl
         known: problems that are told already; the tensors that they name are missed no second time.
     """
     told = {name for problem in known for name in (problem.path, *problem.tensors)}
-    return [
+    gaps = gaps_in_blocks({**dict.fromkeys(told), **shapes})
+    found = [
         Problem("G714", name, say("not there, and in {blocks} like it", blocks=counted(others, "block")))
-        for name, others in gaps_in_blocks({**dict.fromkeys(told), **shapes})
-    ] + [
-        Problem("G714", name, say("it is {shape}, and transposed in {blocks} like it", shape=shape, blocks=blocks))
-        for name, shape, blocks in (
-            (name, "×".join(map(str, shapes[name] or ())), counted(others, "block"))
-            for name, others in dict(turned_in_blocks(shapes)).items()
-        )
+        for name, others in gaps
     ]
+    for name, others in dict(turned_in_blocks(shapes)).items():
+        size, blocks = "×".join(map(str, shapes[name] or ())), counted(others, "block")
+        said = say("it is {shape}, and transposed in {blocks} like it", shape=size, blocks=blocks)
+        found.append(Problem("G714", name, said))
+    return found
 
 
 def turned_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple[str, int]]:

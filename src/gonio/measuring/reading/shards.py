@@ -96,10 +96,9 @@ def open_shards(index: Path) -> Opened:
         *unread,
         *misplaced(wanted, doubled, {shard: _tensors(one, wanted) for shard, one in held.items()}, gone),
     ]
-    strays = any(problem.code == "G703" for problem in problems)
-    notes = (
-        (say("where index and shards differ, the index is followed; of two places in it, the last"),) if strays else ()
-    )
+    notes: tuple[str, ...] = ()
+    if any(problem.code == "G703" for problem in problems):
+        notes = (say("where index and shards differ, the index is followed; of two places in it, the last"),)
     return replace(
         whole,
         stored={name: whole.stored[name] for name in wanted if name in whole.stored},
