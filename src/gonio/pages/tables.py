@@ -30,6 +30,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.replace("-", "−")
 
 
+def signed(value: float) -> str:
+    """A figure with its sign, and with one decimal below 100."""
+    return f"{value:+.{1 if abs(value) < 100 else 0}f}".replace("-", "−")
+
+
 def duration(seconds: float) -> str:
     """Seconds, or minutes from two on."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
