@@ -128,7 +128,7 @@ def test_it_prints_and_exports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, str(found).splitlines())) <= 80
     assert "Exponents of the width (64, 128, 256; 4 seeds, 4 steps)" in str(found)
     assert json.loads(found.to_json())["schema"] == "gonio.widths/1"
-    assert found.to_markdown().startswith("* G601: 1: its output scales as width^")
+    assert found.to_markdown().startswith("- **warn G601** 1: its output scales as width^")
     assert found["1"].activation == pytest.approx(0.5, abs=0.1)
     hostile = replace(found, tensors=(replace(found.tensors[0], path="a|<b>"), *found.tensors[1:]))
     assert r"| a\|&lt;b&gt; |" in hostile.to_markdown()

@@ -710,6 +710,8 @@ def test_before_saving() -> None:
     with pytest.warns(UserWarning, match="that is saved has findings: G001 in w"):
         check_before_save(bad, action="warn")
     assert check_before_save(nn.Linear(3, 3).state_dict()).intact
+    with pytest.raises(InvalidArgumentError, match=r"has the level info, warn or error; found 'warning'"):
+        check_before_save({"w": torch.ones(2)}, fail_on="warning")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"check_before_save\(action=\) takes raise or warn"):
         check_before_save(bad, action="no")  # type: ignore[arg-type]
 

@@ -144,19 +144,23 @@ def test_models_in_folders_of_folders_are_named(tmp_path: Path) -> None:
         gonio.measure(tmp_path)
 
 
-def test_a_file_that_may_not_be_opened_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file({"w": torch.ones(3, 3)}, tmp_path / "m.safetensors")
+@pytest.mark.parametrize("name", ["m.safetensors", "m.gguf", "m.safetensors.index.json"])
+def test_a_file_that_may_not_be_opened_is_not_called_damaged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(3, 3)}, tmp_path / name)
     opened = Path.open
 
     def refused(path: Path, *args: Any, **options: Any) -> Any:
-        if path.suffix == ".safetensors":
+        if path.name == name:
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path, *args, **options)
 
     monkeypatch.setattr(Path, "open", refused)
-    for verb in (gonio.check, gonio.measure):
+    verbs = [gonio.check, gonio.measure, lambda path: gonio.check({"w": torch.ones(3)}, against=path)]
+    for verb in verbs:
         with pytest.raises(RefusedFileError, match=r"refuses it \(Permission denied\)\. Check the permissions"):
-            verb(tmp_path / "m.safetensors")
+            verb(tmp_path / name)
     with pytest.raises(RefusedFileError, match="Check the disk"):
         damaged(tmp_path / "m.pt", OSError(5, "Input/output error"))
 

@@ -280,6 +280,19 @@ def test_schedules_count_the_steps_of_the_optimizer() -> None:
     assert penalty.step == 4
 
 
+def test_an_error_of_the_logger_is_not_hidden() -> None:
+    class Logging(Stepping):
+        def log(self, name: str, value: Any) -> None:
+            raise RuntimeError(f"no room for {name}")
+
+    module = Logging(torch.zeros(()))
+    add_penalty_(module, lambda: torch.tensor(2.0))
+    assert module.training_step(None, 0) == 2.0
+    module.trainer = SimpleNamespace(global_step=0)
+    with pytest.raises(RuntimeError, match=r"no room for gonio\.penalty"):
+        module.training_step(None, 0)
+
+
 def test_a_penalty_that_divides_itself_is_refused() -> None:
     module = Stepping(torch.zeros(()))
     penalty = gonio.Penalty(module, [(None, R.L2(1.0))], accumulate=3)

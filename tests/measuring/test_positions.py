@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from catalog import seeded
 from gonio.geometry.pairs import neighbour_ratio
 from gonio.measuring import measure
-from gonio.measuring.reading.entry import ORDERED
+from gonio.measuring.reading.entry import NOTES
 
 COLLAPSED = {"G201", "G202", "G301"}
 
@@ -48,7 +48,7 @@ def test_neighbours_that_are_alike_are_no_collapse(size: tuple[int, int], seed: 
     for source in (nn.ModuleDict({"a": embedding(table)}), {"a.weight": table}):
         measured = measure(source)
         assert not measured.findings
-        assert ORDERED in measured["a"].notes
+        assert NOTES["ordered"] in measured["a"].notes
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_tables_of_one_shape_are_measured_together_and_alike() -> None:
     tables = {f"{name}.weight": positions(seed=seed) for seed, name in enumerate("abc")}
     tables["c.weight"] = shuffled(tables["c.weight"])
     measured = measure(tables)
-    assert [ORDERED in measured[name].notes for name in "abc"] == [True, True, False]
+    assert [NOTES["ordered"] in measured[name].notes for name in "abc"] == [True, True, False]
 
 
 def test_equal_rows_of_a_table_in_order_are_found() -> None:

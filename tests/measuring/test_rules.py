@@ -21,7 +21,7 @@ from gonio.measuring.findings.rules import (
     measured_rates,
     rule_texts,
 )
-from gonio.measuring.reading.entry import NO_VARIANCE
+from gonio.measuring.reading.entry import NOTES
 from html_reader import Page
 from references.measuring import CASES, weight
 
@@ -41,14 +41,14 @@ def test_a_rule_finds_its_case_and_not_the_one_beside_it(code: str) -> None:
 def test_rules_ask_for_marks_and_read_no_sentences() -> None:
     """A note may be a text of another library, as the remarks of a user's parametrization are."""
     (row,) = measure({"e.running_var": torch.ones(4)}).tensors
-    notes = (NO_VARIANCE, "the exponent is negative")
+    notes = (NOTES["no variance"], "the exponent is negative")
     assert not findings_by(WEIGHT_RULES, [(replace(row, notes=notes), "e")])
     marked = replace(row, marks=("no variance",), negative_variances=2)
     assert [f.code for f in findings_by(WEIGHT_RULES, [(marked, "e")])] == ["G105", "G107"]
     state = {"n.running_var": torch.tensor([0.5, -1.0]), "o.running_var": torch.zeros(3)}
     found = measure(state)
     assert [(t.marks, t.negative_variances) for t in found.tensors] == [((), 1), (("no variance",), 0)]
-    assert {f.found for f in found.findings} == {"1 running variance is negative", NO_VARIANCE}
+    assert {f.found for f in found.findings} == {"1 running variance is negative", NOTES["no variance"]}
 
 
 def test_marks_of_tables_are_told_by_notes_too() -> None:

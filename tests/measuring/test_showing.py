@@ -9,6 +9,7 @@ import math
 import pickle
 import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from catalog import seeded
 from gonio.errors import MissingExtraError
-from gonio.measuring import Tracker, difference, measure
+from gonio.measuring import Outline, TensorHeader, Tracker, difference, measure
 from gonio.measuring.showing.columns import COLUMNS, KEPT, SIGNALS, number
 from html_reader import Page
 from lab.showing.test_page import PAYLOADS, TAGS
@@ -232,3 +233,22 @@ def test_a_finding_on_a_vector_is_named_at_the_chart() -> None:
     )
     assert place is not None
     assert f'<li id="{place[1]}">' in page
+
+
+def test_every_row_of_a_large_table_is_found_at_once() -> None:
+    """Of 4000 rows each is asked for its path a few times, and not once for every other row."""
+    reads = 0
+
+    class Header(TensorHeader):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal reads
+            reads += name in ("path", "name")
+            return super().__getattribute__(name)
+
+    shown = {"kind": "", "shape": (), "dtype": "float32", "entries": 1, "bytes": 4}
+    rows = tuple(Header(name=f"{i}.weight", path=f"{i}", **shown) for i in range(4000))
+    table = Outline("m", rows)
+    assert [row.entries for row in table.values()] == [1] * 4000
+    assert table["17.weight"] is table["17"] is rows[17]
+    assert reads < 20 * 4000
+    assert 17 not in table

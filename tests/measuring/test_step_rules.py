@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gonio
 from catalog import seeded
-from gonio.measuring.findings.step_rules import STEP_RULES, STILL, StepFacts
+from gonio.measuring.findings.state_rules import STEP_RULES, STILL, StepFacts
 
 Tracker = gonio.Tracker
 

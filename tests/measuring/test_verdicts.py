@@ -8,8 +8,7 @@ from torch import Tensor
 
 import gonio
 from catalog import seeded
-from gonio.measuring.findings.rules import RULES, Finding
-from gonio.measuring.findings.verdicts import first_of, verdict
+from gonio.measuring.findings.rules import RULES, Finding, first_of, verdict
 from html_reader import Page
 
 AB = {"A": (4, 24), "B": (16, 4)}

@@ -182,6 +182,15 @@ def test_a_measurement_is_shown_in_chinese_and_exported_in_english() -> None:
     assert not any(map(is_chinese, english))
 
 
+def test_the_model_itself_is_named_in_chinese() -> None:
+    layer = nn.Linear(4, 4)
+    nn.init.constant_(layer.weight, 100.0)
+    found = next(f for f in gonio.measure(layer, batch=torch.ones(2, 4)).findings if f.code == "G409")
+    assert found.found.endswith("the input: the model (× 400)")
+    with gonio.language("zh"):
+        assert local(found.found) == "输出远大于或远小于输入：整个模型（× 400）"
+
+
 def test_a_page_is_in_chinese() -> None:
     found = damaged()
     with gonio.language("zh"):

@@ -91,6 +91,7 @@ def check(
 def _checked(path: str, against: str | None, model: nn.Module | None, jobs: int | None) -> CheckResult:
     """The check of one checkpoint, with its progress."""
     from gonio import measuring
+    from gonio.pages.tables import file_size
 
     with progress("checking") as update:
         return measuring.check(
@@ -100,10 +101,6 @@ def _checked(path: str, against: str | None, model: nn.Module | None, jobs: int 
             jobs=jobs,
             progress=update,
             describe=lambda contents: update.about(
-                say("{contents}; reading {size}", contents=contents.said, size=_size(contents.bytes))
+                say("{contents}; reading {size}", contents=contents.said, size=file_size(contents.bytes))
             ),
         )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 10**9 else f"{count / 1e6:.3g} MB"

@@ -90,16 +90,21 @@ def explain(
 ) -> None:
     """Explain a finding or a column of `gonio measure`, or a claim; without a name, list the findings."""
     from gonio.lab.claims import claim_names, load_claim
-    from gonio.measuring.explaining import explained_columns, explained_rules, in_its_language, titles
+    from gonio.measuring.explaining import (
+        explained_columns,
+        explained_rule,
+        explained_rules,
+        in_its_language,
+        titles,
+    )
     from gonio.measuring.findings.rules import RULES, unknown_rule
-    from gonio.measuring.findings.rules import explain as explain_rule
 
     if name is None:
         list_names(Listed.rules)
         return
     word = name.strip().lower()
-    if name.strip().upper() in RULES:
-        print_out(explain_rule(name))
+    if rule := RULES.get(name.strip().upper()):
+        print_out(explained_rule(rule))
     elif word in claim_names():
         from gonio.lab.showing.claims import claim_explanation
 

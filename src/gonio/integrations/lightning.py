@@ -150,10 +150,16 @@ def once_per_step(penalty: Callable[[], Tensor], number: Callable[[], int | None
     return by_step
 
 
-def _global_step(module: Any) -> int | None:
-    with suppress(AttributeError, RuntimeError):  # no LightningModule, or without a Trainer
-        return None if module.trainer is None else int(module.trainer.global_step)
+def _trainer_of(module: Any) -> Any:
+    """The Trainer that trains a module; None without one, and for another object than a LightningModule."""
+    with suppress(AttributeError, RuntimeError):
+        return module.trainer
     return None
+
+
+def _global_step(module: Any) -> int | None:
+    trainer = _trainer_of(module)
+    return None if trainer is None else int(trainer.global_step)
 
 
 def _state_hooks(module: Any, penalty: Any) -> dict[str, Callable[..., None]]:
@@ -179,9 +185,8 @@ def _state_hooks(module: Any, penalty: Any) -> dict[str, Callable[..., None]]:
 def _logged(module: Any, penalty: Callable[[], Tensor]) -> Tensor:
     """The penalty, which a module that a Trainer trains also logs."""
     value = penalty()
-    with suppress(AttributeError, RuntimeError):  # no LightningModule, or without a Trainer
-        if module.trainer is not None:
-            module.log("gonio.penalty", value.detach())
+    if _trainer_of(module) is not None and hasattr(module, "log"):
+        module.log("gonio.penalty", value.detach())
     return value
 
 

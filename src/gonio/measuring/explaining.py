@@ -7,12 +7,12 @@ from typing import Any
 
 from gonio.languages import language
 from gonio.measuring.changes import difference, several
-from gonio.measuring.findings import rules
-from gonio.measuring.findings.rules import RULES, Finding
+from gonio.measuring.findings.remedies import success_rate
+from gonio.measuring.findings.rules import RULES, Finding, FindingRule, measured_rates, unknown_rule
 from gonio.measuring.showing import columns, heads, training
 from gonio.measuring.showing.table import Column
 from gonio.measuring.showing.usual import explained
-from gonio.messages import LANGUAGES, fixed, local, say, tag
+from gonio.messages import LANGUAGES, Message, fixed, joined, local, say, tag
 
 TABLES: Mapping[str, tuple[Column[Any], ...]] = {
     "": columns.COLUMNS,
@@ -46,11 +46,58 @@ def explain(name: str | Finding) -> str:
     """
     code = name.code if isinstance(name, Finding) else name.strip().upper()
     if code in RULES:
-        return rules.explain(code)
+        return explained_rule(RULES[code])
     found = in_its_language(lambda: "\n".join(explained_columns(str(name))))
     if not found:
-        raise rules.unknown_rule(str(name), say("rule or column"), titles())
+        raise unknown_rule(str(name), say("rule or column"), titles())
     return found
+
+
+def explained_rule(rule: FindingRule[Any]) -> str:
+    """What a rule finds, its meaning, the value for random weights, what to do, its treatment, its false-alarm rate."""
+    text = rule.text
+    alarms = say("none by construction: {why}", why=text.exact) if text.exact else _rate(rule.code)
+    prescription = text.prescription
+    treated = joined([prescription.said, *(success_rate(rule.code) if prescription.remedies else ())], " ")
+    lines = [
+        say("{code} ({level}): {title}", code=rule.code, level=fixed(text.level), title=text.title),
+        "",
+        text.means,
+        *([say("Random weights: {chance}", chance=text.chance)] if text.chance else []),
+        say("What to do: {do}", do=text.do),
+        say("gonio.doctor: {treated}", treated=treated),
+        say("False alarms: {alarms}", alarms=alarms),
+        say("Source: {source}", source=text.source),
+    ]
+    return "\n".join(map(local, lines))
+
+
+def _rate(code: str) -> Message:
+    """On random and on trained models, or on cases that are in order, each with the upper end of its interval."""
+    seen = measured_rates()["cases"].get(code)
+    if seen is not None:
+        told = {"alarms": seen["alarms"], "cases": seen["cases"], "of": fixed(seen["of"]), "upper": 100 * seen["upper"]}
+        return say("{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).", **told)
+    if not RULES[code].text.calibrated:
+        return say("not measured; the threshold is a choice.")
+    said = []
+    named = {"random": say("randomly initialised models"), "trained": say("trained networks")}
+    for name, models in named.items():
+        rates = measured_rates()[name]
+        seen = rates["rules"][code]
+        said.append(
+            say(
+                "{hit} of {tensors} tensors in {flagged} of {count} {models}; "
+                "the true rate per model is below {upper:.2g} % (95 %).",
+                hit=seen["tensors"],
+                tensors=rates["tensors"],
+                flagged=seen["models"],
+                count=rates["models"],
+                models=models,
+                upper=100 * seen["models_upper"],
+            )
+        )
+    return joined(said, " ")
 
 
 def in_its_language(answer: Callable[[], str]) -> str:
@@ -93,10 +140,8 @@ def explained_columns(name: str) -> list[str]:
     lines = []
     for of, column in found:
         said = {"title": column.title, "explanation": column.explanation}
-        lines.append(
-            say("{title} (of {of}): {explanation}", of=fixed(of), **said)
-            if of
-            else say("{title}: {explanation}", **said)
-        )
-        lines += [] if of else explained(column.name)
+        if of:
+            lines.append(say("{title} (of {of}): {explanation}", of=fixed(of), **said))
+        else:
+            lines += [say("{title}: {explanation}", **said), *explained(column.name)]
     return list(map(local, lines))

@@ -7,9 +7,11 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter
 
 from gonio.errors import InvalidArgumentError, UnreadableFileError
 from gonio.measuring.reading.configurations import CONFIGURATIONS
@@ -70,14 +72,13 @@ class Journal(Generic[Row]):
 
     def _read(self, head: Mapping[str, Any]) -> int:
         """Read the rows; the number of bytes that hold whole lines."""
-        end, known = 0, {field.name for field in fields(self._kind)}  # type: ignore[arg-type]
+        end, kind = 0, TypeAdapter(self._kind)
         for number, content, size in self._lines():
             if not number:
                 self._check_head(content, head)
             else:
                 try:
-                    row = {name: _tuples(value) for name, value in content["row"].items() if name in known}
-                    self.rows[int(content["number"])] = self._kind(**row)
+                    self.rows[int(content["number"])] = kind.validate_python(content["row"])
                 except (KeyError, TypeError, ValueError) as error:
                     raise self._unreadable(f"its line {number + 1} is no row") from error
             end += size
@@ -112,10 +113,6 @@ class Journal(Generic[Row]):
             f"{self.path.name}, of another one (other {', '.join(other) or 'keys'})",
             "Name another file, or delete this one.",
         )
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def stamps(source: str | os.PathLike[str], *, besides: str | os.PathLike[str]) -> list[tuple[str, int, int]]:

@@ -23,8 +23,7 @@ from gonio.measuring.figures.checkpoints import structure_of_checkpoint
 from gonio.measuring.figures.signals import Signal, measure_signals
 from gonio.measuring.figures.structure import ModelFacts, Structure, TrainingFacts, structure_of
 from gonio.measuring.figures.tensor import EXTRA_FIGURES, ExtraFigures, TensorMeasurement, alike, measure_tensors
-from gonio.measuring.findings.model_rules import findings_of
-from gonio.measuring.findings.norm_rules import of_entries
+from gonio.measuring.findings.model_rules import findings_of, of_entries
 from gonio.measuring.findings.rules import worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.measurements import Measurements
@@ -169,7 +168,7 @@ def measure(
         return changes(source, after, *more, engine=engine, jobs=jobs, progress=progress)
     spread = Spread(engine, jobs, journal)
     _check(source, options, spread)
-    training = TrainingFacts.of(loader, optimizer) if isinstance(source, nn.Module) else None
+    training = TrainingFacts.of(loader, optimizer)
     figures, given = tuple(extra_figures), [source] if base is None else [source, base]
     about = {"deep": deep, "extra_figures": figures}
     watched = watching(given)
@@ -185,9 +184,9 @@ def measure(
             progress,
             kept,
         )
-    structure = _structure(source, batch, entries, figures)
-    signals, silent = _signals(source, batch)
-    facts = _facts(source, structure, signals, training, tensors)
+    structure, signals, silent = _run(source, batch, entries, figures)
+    factors = {t.path for t in tensors if t.kind == FACTOR}
+    facts = ModelFacts.of(source, structure, signals, training, factors) if isinstance(source, nn.Module) else None
     states, of_states, updates = judged_states(contents.optimizer)
     of_weights = findings_of(tensors, facts, structure.heads)
     found = [*of_weights, *of_entries(entries), *of_files([*contents.problems, *watched.changed()]), *of_states]
@@ -205,26 +204,19 @@ def measure(
     )
 
 
-def _facts(
-    source: Source,
-    structure: Structure,
-    signals: tuple[Signal, ...],
-    training: TrainingFacts | None,
-    tensors: Sequence[TensorMeasurement],
-) -> ModelFacts | None:
-    """What a model tells beyond its tensors; None for a file."""
-    if not isinstance(source, nn.Module) or training is None:
-        return None
-    return ModelFacts.of(source, structure, signals, training, {t.path for t in tensors if t.kind == FACTOR})
-
-
-def _structure(source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures) -> Structure:
-    """What a model, or the configuration of a checkpoint on request, shows beyond its tensors."""
-    if isinstance(source, nn.Module):
-        return structure_of(source, batch, blocks="blocks" in figures)
-    if "blocks" in figures and isinstance(source, (str, os.PathLike)):
-        return structure_of_checkpoint(Path(os.fspath(source)), entries)
-    return Structure()
+def _run(
+    source: Source, batch: Any, entries: Sequence[TensorEntry], figures: ExtraFigures
+) -> tuple[Structure, tuple[Signal, ...], tuple[str, ...]]:
+    """What a model, or the configuration of a checkpoint on request, shows beyond its tensors; outputs on a batch."""
+    if not isinstance(source, nn.Module):
+        if "blocks" in figures and isinstance(source, (str, os.PathLike)):
+            return structure_of_checkpoint(Path(os.fspath(source)), entries), (), ()
+        return Structure(), (), ()
+    structure = structure_of(source, batch, blocks="blocks" in figures)
+    if batch is None:
+        return structure, (), ()
+    with fitting(source, batch, "measure(batch=)"):  # where a layer got an input of another size, the error says so
+        return structure, *measure_signals(source, batch)
 
 
 def _check_several(after: Sequence[Source], options: dict[str, Any], journal: str | os.PathLike[str] | None) -> None:
@@ -268,14 +260,6 @@ def _check(source: Source, options: dict[str, Any], spread: Spread) -> None:
     if "blocks" in extra_figures and isinstance(source, Mapping):
         asked, do = "measure(extra_figures=('blocks',)) reads the config.json beside a file", "Pass the folder."
         raise InvalidArgumentError(asked, "a state dict", do)
-
-
-def _signals(source: Source, batch: Any) -> tuple[tuple[Signal, ...], tuple[str, ...]]:
-    """:func:`measure_signals` of a model; where a layer got an input of another size, the error says so."""
-    if not isinstance(source, nn.Module) or batch is None:
-        return (), ()
-    with fitting(source, batch, "measure(batch=)"):
-        return measure_signals(source, batch)
 
 
 def _is_sizes(batch: object) -> bool:

@@ -18,9 +18,8 @@ from gonio.measuring.figures.signals import Signal
 from gonio.measuring.figures.structure import MovableScale, PairScale
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.figures.usual import usual_of
-from gonio.measuring.findings.rules import Finding, Suppressed, render_findings
-from gonio.measuring.findings.verdicts import first_of, verdict
-from gonio.measuring.reading.entry import FACTOR, LOW_RANK, UNKNOWN
+from gonio.measuring.findings.rules import Finding, Suppressed, first_of, markdown_findings, render_findings, verdict
+from gonio.measuring.reading.entry import FACTOR, FEW_DIMENSIONS, LOW_RANK, UNKNOWN
 from gonio.measuring.showing import heads
 from gonio.measuring.showing.columns import COLUMNS, DROPPED, GROUPED, KEPT, SIGNALS, columns_of
 from gonio.measuring.showing.page import SPECTRUM_COLUMNS, angle_columns, lanes_beside, layer_map, render, side_by_side
@@ -297,26 +296,14 @@ class Measurements(Table[TensorMeasurement]):
 
     def to_markdown(self) -> str:
         """Findings, the table of the layers, and the coverage, for an issue or a README."""
-        lines = [f"**{markdown_cell(self.source)}**", "", self.verdict, ""]
-        lines += [
-            f"- **{f.level} {f.code}** {markdown_cell(f.path) or 'the model'}: {markdown_cell(f.found)}"
-            for f in self.findings
-        ]
-        lines += [""] if self.findings else []
+        lines = [f"**{markdown_cell(self.source)}**", "", self.verdict, "", *markdown_findings(self.findings)]
         for sentence in self.suppressed.sentences if self.suppressed is not None else ():
             lines += [markdown_cell(sentence), ""]
-        return "\n".join(
-            [
-                *lines,
-                *markdown_table("layer", self.layers, columns_of(self.layers)),
-                "",
-                markdown_cell(self.coverage),
-                "",
-            ]
-        )
+        lines += markdown_table("layer", self.layers, columns_of(self.layers))
+        return "\n".join([*lines, "", markdown_cell(self.coverage), ""])
 
 
-_COMMON = (say("a vector"), say("a single number"), say("a counter"))  # reasons that have a plural
+_COMMON = (*FEW_DIMENSIONS, say("a counter"))  # reasons that have a plural
 
 
 def _plural(reason: str, n: int) -> Message:

@@ -19,7 +19,7 @@ from gonio.measuring.reading.entry import TensorEntry, dtype_named
 from gonio.measuring.reading.source import Source, contents_of, name_of
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, counted, joined, local
-from gonio.pages.tables import bare_table
+from gonio.pages.tables import bare_table, file_size
 
 SCHEMA = "gonio.outline/1"
 
@@ -96,7 +96,7 @@ class Outline(Table[TensorHeader]):
         return f"<Outline of {plain(self.source)}: {self._size}>"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        said = joined([self._size, _size(self.bytes)])
+        said = joined([self._size, file_size(self.bytes)])
         yield Text(f"{plain(self.source)}: {local(said)}", style="bold")
         for note in self.notes:
             yield Text(plain(local(note)), style="dim")
@@ -107,23 +107,13 @@ class Outline(Table[TensorHeader]):
         for t in self.tensors:
             cells = ["–"] * 4
             if t.shape is not None:
-                size = "–" if t.bytes is None else _size(t.bytes)
+                size = "–" if t.bytes is None else file_size(t.bytes)
                 cells = ["×".join(map(str, t.shape)) or local("one number"), plain(t.dtype), f"{t.entries:,}", size]
             table.add_row(Text(shorten(t.name, longest=max(12, options.max_width // 2))), *cells)
         yield table
         for t in self.tensors:
             if t.shape is None:
                 yield Text(f"{plain(t.name)}: {plain(local(t.reason)) or local('computed')}", style="dim")
-
-
-def _size(count: int) -> str:
-    """Bytes in the largest unit that gives at least 1."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def outline(source: Source) -> Outline:

@@ -28,16 +28,20 @@ from gonio.measuring.figures.structure import Outside
 from gonio.measuring.figures.tensor import TRACKED, TensorMeasurement, measure_tensor
 from gonio.measuring.findings.model_rules import findings_of
 from gonio.measuring.findings.rules import Finding, findings_by
-from gonio.measuring.findings.state_rules import STATE_RULES
-from gonio.measuring.findings.step_rules import OUTSIDE_RULES, STEP_RULES
-from gonio.measuring.reading.entry import TensorEntry
+from gonio.measuring.findings.state_rules import OUTSIDE_RULES, STATE_RULES, STEP_RULES
+from gonio.measuring.reading.entry import TensorEntry, dtype_name
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.showing.table import frame_from
 from gonio.measuring.showing.training import SECONDS, LivePage, checked_page, training_page
 from gonio.measuring.training.advice import LayerRotation, layer_rotations
 from gonio.measuring.training.attention import ATTENTION, AttentionFigures, attention_rows
-from gonio.measuring.training.histograms import Histogram, SendHistograms, histogram_sender_of, histograms_of
-from gonio.measuring.training.loggers import sender_of
+from gonio.measuring.training.loggers import (
+    Histogram,
+    SendHistograms,
+    histogram_sender_of,
+    histograms_of,
+    sender_of,
+)
 from gonio.measuring.training.shards import SHARDED, ShardSums, divided, local, norms_of_shards
 from gonio.measuring.training.steps import TRAINING, Also, StepFigures, check_also, checked_optimizers, of_several
 from gonio.messages import say
@@ -336,7 +340,7 @@ class Tracker:
             end()
         if self._attention is not None:
             self._attention.end_()
-        if self._live is not None and _first() and any("rotation" in row for row in self.rows):
+        if self._live is not None and _first() and self._has_steps:
             self._live.write(self._page(whole=True))
         self.warn_if_empty()
 
@@ -386,11 +390,16 @@ class Tracker:
         """
         return self._page(whole=True)
 
+    @property
+    def _has_steps(self) -> bool:
+        """Whether a page can show something."""
+        return any("rotation" in row for row in self.rows)
+
     def _repr_html_(self) -> str | None:
-        return self._page(whole=False) if any("rotation" in row for row in self.rows) else None
+        return self._page(whole=False) if self._has_steps else None
 
     def _page(self, *, whole: bool, refresh: int = 0) -> str:
-        if not any("rotation" in row for row in self.rows):
+        if not self._has_steps:
             do = "Pass optimizer=, and train for a measured step."
             do = do if self.rows or self.training is None else f"Nothing was recorded: {self._why_empty()}"
             raise InvalidArgumentError("Tracker.to_html() shows steps of an optimizer", "no row of one", do)
@@ -450,7 +459,8 @@ class Tracker:
             self.training.keep_gradients(optimizer)
 
     def _forget_hook(self, optimizer: Optimizer) -> None:
-        self._last_hooks.pop(id(optimizer), _nothing)()
+        if (remove := self._last_hooks.pop(id(optimizer), None)) is not None:
+            remove()
 
     def _end(self, optimizer: Optimizer) -> None:
         self._open.discard(id(optimizer))
@@ -482,7 +492,7 @@ class Tracker:
             self.rows += ({"step": step, "layer": layer, **row} for layer, row in found.items())
             sends: list[Callable[[], object]] = [partial(send, step, found) for send in self._senders]
             sends += [partial(draw, step, dict(self._histograms or {})) for draw in self._drawers]
-            if self._live is not None and any("rotation" in row for row in self.rows):
+            if self._live is not None and self._has_steps:
                 sends.append(partial(self._live.renew, partial(self._page, whole=True, refresh=SECONDS)))
             for place, send in enumerate(sends):
                 self._send(place, send, step)
@@ -525,7 +535,7 @@ class Tracker:
             for name, tensor in site.module._parameters.items():
                 if tensor is not None and str(tensor.layout) != "torch.strided":
                     label = f"{site.path}.{name}" if site.path else name
-                    found[label] = f"its weight is stored as {str(tensor.layout).removeprefix('torch.')}"
+                    found[label] = f"its weight is stored as {dtype_name(tensor.layout)}"
         return found
 
 
@@ -570,10 +580,6 @@ def _drawers(loggers: Sequence[Any], figures: str) -> list[SendHistograms]:
         do = "Pass a SummaryWriter of TensorBoard or a run of W&B, and figures='all'."
         raise InvalidArgumentError("Tracker(histograms=True) sends norms and angles to a logger", given, do)
     return found
-
-
-def _nothing() -> None:
-    """In the place of the removal of a hook."""
 
 
 def _first() -> bool:

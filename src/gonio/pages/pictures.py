@@ -311,9 +311,8 @@ def learning_curves(
         xs = [pace[name] * (epoch + 1) for epoch in range(ended.shape[1])]
         lows, middles, highs = ([_known(reduced, column) for column in ended.T]
                                 for reduced in (np.min, np.median, np.max))  # fmt: skip
-        marks += (
-            [Area(xs, lows, highs, color), Line(xs, middles, color, dash=color == "base", label=name)] if xs else []
-        )
+        if xs:
+            marks += [Area(xs, lows, highs, color), Line(xs, middles, color, dash=color == "base", label=name)]
         series[name] = [None if value is None else float(f"{value:.4g}") for value in middles]
         marks += [mark for run in runs if run.recipe == name and run.status != "finished" and color != "base"
                   for mark in _lost(_curves([run], key)[0], pace[name], color, y)]  # fmt: skip

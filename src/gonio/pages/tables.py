@@ -30,9 +30,24 @@ def number(value: float | None, digits: int = 3) -> str:
     return text.replace("-", "−")
 
 
+def signed(value: float) -> str:
+    """A figure with its sign, and with one decimal below 100."""
+    return f"{value:+.{1 if abs(value) < 100 else 0}f}".replace("-", "−")
+
+
 def duration(seconds: float) -> str:
     """Seconds, or minutes from two on."""
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def file_size(count: int) -> str:
+    """Bytes in the largest unit that gives at least 1."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 def unit_of_difference(unit: str) -> str:

@@ -7,8 +7,9 @@ other format is converted to its effective weight, to which the parametrization 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ def translate_(parametrization: Parametrization, state_dict: dict[str, Any], pre
             _complete_(state_dict, weight_key, parametrization)
             return
         weight = _pop_own_(state_dict, weight_key)
-    elif found := _torch_keys(state_dict, prefix, name):
+    elif found := _keys_in(state_dict, prefix, name):
         tensors = {meaning: state_dict.pop(key) for meaning, key in found.items()}
-        weight = _effective(tensors, transposed=parametrization.bound_layout.transposed)
+        weight = effective(tensors, transposed=parametrization.bound_layout.transposed)
         fresh.bind(weight, parametrization.bound_layout)
         raw = fresh.adopt(tensors)
         if raw is not None:
@@ -102,11 +103,11 @@ def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             weight_key = key.removesuffix(_DESCRIPTION)
             found[weight_key] = _pop_own_(found, weight_key)
     for prefix, name in list(_torch_weights(found)):
-        keys = _torch_keys(found, prefix, name)
+        keys = _keys_in(found, prefix, name)
         if keys is None:
             raise _unknown("plain_state_dict() folds", f"{prefix}parametrizations.{name}")
         tensors = {meaning: found.pop(key) for meaning, key in keys.items()}
-        found[prefix + name] = _effective(tensors, transposed=None)
+        found[prefix + name] = effective(tensors)
     return found
 
 
@@ -154,33 +155,50 @@ def _torch_weights(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for suffix in ("_g", "_orig"):
             prefix, dot, name = key.removesuffix(suffix).rpartition(".")
             free = key.endswith(suffix) and name and prefix + dot + name not in state_dict
-            if free and _torch_keys(state_dict, prefix + dot, name):
+            if free and _keys_in(state_dict, prefix + dot, name):
                 yield prefix + dot, name
 
 
-def _torch_keys(state_dict: Mapping[str, Any], prefix: str, name: str) -> dict[str, str] | None:
-    """The keys of one weight in the first format of torch of which all keys are present, by meaning."""
+def _keys_in(state_dict: Mapping[str, Any], prefix: str, name: str) -> dict[str, str] | None:
+    def shape_of(key: str) -> Sequence[int] | None:
+        return found.shape if isinstance(found := state_dict.get(key), Tensor) else None
+
+    return torch_keys(shape_of, prefix, name)
+
+
+def torch_keys(shape_of: Callable[[str], Sequence[int] | None], prefix: str, name: str) -> dict[str, str] | None:
+    """The keys of one weight in the first format of torch of which all keys are present, by meaning.
+
+    Args:
+        shape_of: the shape of the tensor at a key; None where there is none.
+    """
     for template in _TORCH_FORMATS:
         keys = {meaning: prefix + key.format(n=name) for meaning, key in template.items()}
-        tensors = {meaning: state_dict.get(key) for meaning, key in keys.items()}
-        if all(isinstance(tensor, Tensor) for tensor in tensors.values()) and _fits(tensors):
+        shapes = {meaning: tuple(found) for meaning, key in keys.items() if (found := shape_of(key)) is not None}
+        if len(shapes) == len(keys) and _fits(shapes):
             return keys
     return None
 
 
-def _fits(tensors: Mapping[str, Any]) -> bool:
+def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether the shapes are those of a norm: two gates of one layer can have the same names."""
-    if "g" in tensors:  # one number for all, or for each slice along one dimension
-        g, v = tensors["g"], tensors["v"]
-        kept = [(n, whole) for n, whole in zip(g.shape, v.shape, strict=False) if n != 1]
-        return v.dim() >= 1 and (g.dim() in (0, v.dim())) and len(kept) <= 1 and all(n == whole for n, whole in kept)
-    original, u, v = tensors["original"], tensors["u"], tensors["v"]
-    rows = u.numel()
-    return u.dim() == v.dim() == 1 and rows in original.shape and rows * v.numel() == original.numel()
+    if "g" in shapes:  # one number for all, or for each slice along one dimension
+        g, v = shapes["g"], shapes["v"]
+        kept = [(n, whole) for n, whole in zip(g, v, strict=False) if n != 1]
+        return len(v) >= 1 and len(g) in (0, len(v)) and len(kept) <= 1 and all(n == whole for n, whole in kept)
+    original, u, v = shapes["original"], shapes["u"], shapes["v"]
+    return len(u) == len(v) == 1 and u[0] in original and u[0] * v[0] == prod(original)
 
 
-def _effective(tensors: Mapping[str, Tensor], *, transposed: bool | None) -> Tensor:
-    """The weight that torch computes from the entries of a weight norm or a spectral norm."""
+def effective(tensors: Mapping[str, Tensor], *, transposed: bool | None = None) -> Tensor:
+    r"""The weight that torch computes from the entries of a weight norm, :math:`g v / \|v\|`, or of a spectral norm.
+
+    Args:
+        tensors: by the meanings that :func:`torch_keys` gives them.
+        transposed: whether the outputs of a spectral norm are on dimension 1; None where that is not known.
+
+    References: [1] T. Salimans, D. Kingma, "Weight normalization", 2016, arXiv 1602.07868, equation (2).
+    """
     if "g" in tensors:
         g, v = tensors["g"], tensors["v"]
         dims = [d for d in range(v.dim()) if g.dim() == 0 or g.shape[d] == 1]

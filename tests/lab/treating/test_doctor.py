@@ -19,8 +19,9 @@ from gonio.lab import Split, Task, TrainingConfig
 from gonio.lab.tasks import Metric, resolve
 from gonio.lab.treating.doctor import best_scale
 from gonio.lab.treating.proof import held_out, study_of
+from gonio.measuring import explain
 from gonio.measuring.findings.remedies import PROOFS
-from gonio.measuring.findings.rules import HEAD_RULES, RULES, explain, rule_texts
+from gonio.measuring.findings.rules import HEAD_RULES, RULES, rule_texts
 
 
 def network() -> nn.Sequential:

@@ -24,6 +24,7 @@ from gonio.measuring.changes.sources import (
     TunedModel,
     base_entries,
     copied,
+    is_rounded,
     layout_of_pair,
     tuned,
     values_of,
@@ -32,10 +33,9 @@ from gonio.measuring.changes.sources import (
 from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread, path_of, results
 from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_changes
-from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings, worst_first
-from gonio.measuring.findings.verdicts import verdict
+from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings, verdict, worst_first
 from gonio.measuring.journal import Journal
-from gonio.measuring.reading.entry import TensorEntry, says_tied
+from gonio.measuring.reading.entry import TensorEntry, layer_path, says_tied
 from gonio.measuring.reading.source import Source, name_of, watching
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.table import (
@@ -410,19 +410,16 @@ def compared(
     One tensor of the base is read once and then released. Workers call `reduce`, so that only its results are sent.
     """
     held, models, names = _opened(base, after)
-    return (
-        held,
-        models,
-        results(
-            lambda left: (([n], [reduce(*_compared(names[n], held.get(names[n]), models))]) for n in left),
-            _reduced,
-            lambda: (reduce, path_of(base), [*map(path_of, after)]),
-            [prod(held[name].shape or ()) if name in held else 0 for name in names],
-            spread,
-            progress,
-            journal,
-        ),
+    reduced = results(
+        lambda left: (([n], [reduce(*_compared(names[n], held.get(names[n]), models))]) for n in left),
+        _reduced,
+        lambda: (reduce, path_of(base), [*map(path_of, after)]),
+        [prod(held[name].shape or ()) if name in held else 0 for name in names],
+        spread,
+        progress,
+        journal,
     )
+    return held, models, reduced
 
 
 def _reduced(reduce: Reduce[Reduced], base: Source, after: Sequence[Source], numbers: Sequence[int]) -> list[Reduced]:
@@ -463,8 +460,7 @@ def _compared(name: str, held: TensorEntry | None, models: Sequence[TunedModel])
 
 
 def _row(name: str, status: str, **values: Any) -> TensorDifference:
-    path = name.removesuffix(".weight")
-    return TensorDifference(name=name, path=path, status=status, **values)
+    return TensorDifference(name=name, path=layer_path(name), status=status, **values)
 
 
 def _not_compared(name: str, why: NotCompared, **values: Any) -> TensorDifference:
@@ -484,17 +480,10 @@ def _row_of(
         shapes = f"shape {tuple(before.shape)} before, {tuple(after.shape)} after"
         return _not_compared(name, NotCompared(shapes)), None
     dtype = torch.promote_types(before.dtype, after.dtype)
-    rounded = _is_rounded(before, after.to(before.device))
+    rounded = is_rounded(before, after.to(before.device))
     before, after = before.to(dtype), after.to(before.device, dtype)
     if torch.equal(before, after):
         norm = norm_of(before)
         return _row(name, "equal", shape=tuple(before.shape), relative=0.0, norm=norm, change_norm=0.0), None
     values = figures_of(before, after, layout_of_pair(held, entry), name)
     return replace(_row(name, "compared"), **values, rounded=rounded), StoredDifference(before, after)
-
-
-def _is_rounded(one: Tensor, other: Tensor) -> bool:
-    """Whether one of two tensors is the other one in its dtype."""
-    if one.dtype == other.dtype:
-        return False
-    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)

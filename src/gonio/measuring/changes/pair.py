@@ -277,11 +277,9 @@ def _products(change: StoredDifference, norm: float, moved: float, name: str) ->
     groups, n, d = change.shape
     if n < 2 or not norm:
         return {}
-    rows = (
-        slice(None)
-        if n <= FILTERS
-        else torch.randperm(n, generator=generator(0, "products", name), device="cpu")[:SAMPLED]
-    )
+    rows: Any = slice(None)
+    if n > FILTERS:
+        rows = torch.randperm(n, generator=generator(0, "products", name), device="cpu")[:SAMPLED]
     difference = own = kept = 0.0
     share = moved / norm
     scale = max(1.0, share)  # divided out, so that no product overflows where an adapter's factor is huge

@@ -125,11 +125,9 @@ def _zeroed(t: TensorDifference) -> str | None:
     zeroed, entries = t.entries_zeroed or 0, prod(t.shape)
     if len(t.shape) < 2 or zeroed < 2 or zeroed <= ZEROED * entries:
         return None
-    rest = (
-        say("no other entry changed")
-        if zeroed == t.entries_changed
-        else say("{entries_changed:,} entries changed", entries_changed=t.entries_changed)
-    )
+    rest = say("no other entry changed")
+    if zeroed != t.entries_changed:
+        rest = say("{entries_changed:,} entries changed", entries_changed=t.entries_changed)
     return say(
         "{zeroed:,} of {entries:,} entries became 0 ({value:.2g}); {rest}",
         zeroed=zeroed,

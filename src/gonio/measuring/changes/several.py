@@ -21,8 +21,15 @@ from gonio.measuring.changes.difference import Deltas, Differences, Rows, assemb
 from gonio.measuring.changes.rules import PAIR_RULES, Pairing
 from gonio.measuring.checking.rules import of_files
 from gonio.measuring.engines import Engine, Progress, Spread
-from gonio.measuring.findings.rules import Finding, findings_by, markdown_findings, render_findings, worst_first
-from gonio.measuring.findings.verdicts import verdict
+from gonio.measuring.findings.rules import (
+    Finding,
+    findings_by,
+    markdown_findings,
+    render_findings,
+    verdict,
+    worst_first,
+)
+from gonio.measuring.reading.entry import layer_path
 from gonio.measuring.reading.source import Source, name_of, watching
 from gonio.measuring.showing.page import agreement_lanes, layer_map, render
 from gonio.measuring.showing.table import (
@@ -360,7 +367,7 @@ class CosineSums:
         total = float(norms.sum())
         return Agreement(
             name=name,
-            path=name.removesuffix(".weight") or "all tensors",
+            path=layer_path(name) or "all tensors",
             entries=self.entries,
             chance=1 / sqrt(self.entries) if self.entries else 0.0,
             norms=tuple(norms.tolist()),

@@ -17,7 +17,14 @@ from gonio.geometry.blocks import count_nonfinite
 from gonio.geometry.views import PLAIN
 from gonio.measuring.changes.pair import Cause, TensorDifference, norm_of
 from gonio.measuring.reading.adapters import Places, Unfit, no_weight
-from gonio.measuring.reading.entry import ADDITIVE_MASK, TensorEntry, is_additive_mask, numbers_of, with_ties
+from gonio.measuring.reading.entry import (
+    ADDITIVE_MASK,
+    TensorEntry,
+    is_additive_mask,
+    layer_path,
+    numbers_of,
+    with_ties,
+)
 from gonio.measuring.reading.source import Contents, Source, contents_of, name_of
 from gonio.measuring.reading.state_dicts import shorten_list
 from gonio.messages import Message, counted, said_by, say
@@ -267,10 +274,7 @@ def with_origins(
 def copied(rows: Sequence[TensorDifference]) -> list[Message]:
     """A note on weights that the base has not under their names, and whose values are those of its weights."""
     new = [row for row in rows if row.moved_from and row.status == "not compared"]
-    pairs = [
-        say("{name} of {origin}", name=plain(row.path), origin=plain(row.moved_from.removesuffix(".weight")))
-        for row in new
-    ]
+    pairs = [say("{name} of {origin}", name=plain(row.path), origin=plain(layer_path(row.moved_from))) for row in new]
     said = say("only after, with the values of weights of the base: {pairs}", pairs=listing(pairs, limit=4))
     return [said] if new else []
 
@@ -301,7 +305,14 @@ def _loaded(names: Sequence[str], held: Mapping[str, TensorEntry]) -> Iterator[t
 
 def _are_equal(before: Tensor, after: Tensor, norm: float) -> bool:
     """Whether two tensors are equal, or one is the other in its dtype."""
-    if before.dtype == after.dtype:
-        return abs(norm_of(before) - norm) <= _NEAR * norm and torch.equal(before, after.to(before.device))
     after = after.to(before.device)
-    return torch.equal(before.to(after.dtype), after) or torch.equal(after.to(before.dtype), before)
+    if before.dtype == after.dtype:
+        return abs(norm_of(before) - norm) <= _NEAR * norm and torch.equal(before, after)
+    return is_rounded(before, after)
+
+
+def is_rounded(one: Tensor, other: Tensor) -> bool:
+    """Whether one of two tensors is the other one in its dtype, which is another one."""
+    if one.dtype == other.dtype:
+        return False
+    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)

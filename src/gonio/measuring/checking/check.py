@@ -29,23 +29,22 @@ from gonio.measuring.checking.places import CODES, Content, Inventory, Problem, 
 from gonio.measuring.checking.rules import among_others, checked, copied_layers
 from gonio.measuring.checking.scan import TensorCheck, scan_all
 from gonio.measuring.figures.moments import StateMeasurement
-from gonio.measuring.findings.norm_rules import of_norms
+from gonio.measuring.findings.model_rules import of_norms
 from gonio.measuring.findings.rules import RULES, Finding, at_least, worst_first
 from gonio.measuring.findings.state_rules import judged_states
 from gonio.measuring.reading.adapters import (
     Adapter,
     adapters_in,
     faults_of,
-    in_every_block,
     may_hold_adapters,
     unlike_base,
 )
 from gonio.measuring.reading.configurations import Configurations, stated_in
-from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named
+from gonio.measuring.reading.entry import INTEGERS, StoredTensor, dtype_named, layer_path
 from gonio.measuring.reading.fitting import fit_of, fitted, unlike_model
 from gonio.measuring.reading.formats import BARE, lost_scale, stored_weights
-from gonio.measuring.reading.opened import Watched, link_to_nothing, without_values
-from gonio.measuring.reading.order import in_depth_order, missing_in_blocks
+from gonio.measuring.reading.opened import Watched, link_to_nothing, of_system, without_values
+from gonio.measuring.reading.order import in_depth_order
 from gonio.measuring.reading.shards import is_index
 from gonio.measuring.reading.source import (
     configured,
@@ -53,7 +52,7 @@ from gonio.measuring.reading.source import (
     of_damaged,
     optimizer_of,
 )
-from gonio.measuring.reading.stated import two_values, unlike_stated
+from gonio.measuring.reading.stated import two_values, unlike_others
 from gonio.measuring.showing.table import Table
 from gonio.messages import Message, are, counted, joined, local, say
 from gonio.surgery.stated import HEADS, KV_HEADS, LAYERS, WIDTHS
@@ -158,9 +157,9 @@ class CheckResult(Table[TensorCheck]):
         said = joined(counts, last=" and ")
         if levels["error"]:
             unfit = all(finding.code == "G719" for finding in self.findings if finding.level == "error")
-            return (
-                say("Does not fit the model: {found}.", found=said) if unfit else say("Damaged: {found}.", found=said)
-            )
+            if unfit:
+                return say("Does not fit the model: {found}.", found=said)
+            return say("Damaged: {found}.", found=said)
         if not self.tensors:
             return say("Nothing to check: it holds no tensor.")
         if levels["warn"]:
@@ -333,8 +332,7 @@ def _unlike_others(
     own = {place.name: (place.shape, place.dtype) for place in held.places if not place.beside}
     shapes = {name: shape for name, (shape, _) in own.items()}
     values = {tensor.name: (tensor.dtype, tensor.fingerprint) for tensor in tensors if not tensor.beside}
-    found = missing_in_blocks(shapes, held.problems) if adapting is None or in_every_block(adapting) else []
-    found += unlike_stated(shapes, held.problems, beside, held.header) if adapting is None else []
+    found = unlike_others(shapes, held.problems, beside, held.header, adapting)
     found += two_values(shapes, values, beside)
     return [*found, *(without_values(own) if own or not (held.places or held.problems) else [])]
 
@@ -427,7 +425,8 @@ def _fingerprints(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[st
         raise UnreadableFileError(said, why, "Write it by gonio check --save.") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = f"it holds no fingerprints ({str(error)[:200]})"
-        raise UnreadableFileError(said, found, "Write it by gonio check --save.") from error
+        refused = of_system(Path(said), error)
+        raise refused or UnreadableFileError(said, found, "Write it by gonio check --save.") from error
 
 
 def _fingerprint(dtype: Any, shape: tuple[Any, ...], values: Any) -> tuple[str, tuple[int, ...], str]:
@@ -459,7 +458,7 @@ def _changes(tensors: tuple[TensorCheck, ...], known: dict[str, tuple[Any, ...]]
             said = say("its values are those that {name} had", name=plain(origin))
             yield Problem("G710", t.path, said if origin else say("its values changed"))
     names = {t.name for t in tensors}
-    yield from (Problem("G710", name.removesuffix(".weight"), say("removed")) for name in known if name not in names)
+    yield from (Problem("G710", layer_path(name), say("removed")) for name in known if name not in names)
 
 
 def check_before_save(

@@ -28,6 +28,7 @@ from gonio.escaping import plain
 from gonio.measuring.reading.deepspeed_files import archives_in, is_universal, is_zero
 from gonio.measuring.reading.entry import (
     StoredTensor,
+    dtype_name,
     dtype_named,
     header_of,
     is_blown_up,
@@ -194,9 +195,9 @@ def with_codes(found: Inventory) -> Inventory:
 def _stored(place: Place) -> Tensor:
     """The values of a place as a reader of formats loads them."""
     values = _values(place)
-    return (
-        torch.zeros(place.shape, device="cpu", dtype=torch.float32) if values is None else values.reshape(place.shape)
-    )
+    if values is None:
+        return torch.zeros(place.shape, device="cpu", dtype=torch.float32)
+    return values.reshape(place.shape)
 
 
 def _values(place: Place) -> Tensor | None:
@@ -415,7 +416,7 @@ def _of_tensor(name: str, tensor: Tensor, file: str) -> Place:
     if is_lazy(local):
         return Place(name, file, "", (), reason="a lazy layer that has seen no input yet")
     if local.is_nested:
-        return Place(name, file, str(local.dtype).removeprefix("torch."), (), reason=numbers_of(local).reason)
+        return Place(name, file, dtype_name(local.dtype), (), reason=numbers_of(local).reason)
     if type(local).dequantize is not Tensor.dequantize:  # a quantised tensor of another library
         found = numbers_of(local)
         if found.tensor is None:

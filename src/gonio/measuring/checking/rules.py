@@ -24,9 +24,10 @@ from gonio.measuring.findings.rules import (
 )
 from gonio.measuring.findings.siblings import AmongSiblings, copies, places
 from gonio.measuring.reading.entry import (
-    NO_VARIANCE,
+    NOTES,
     PACKED,
     USUAL_PADDING,
+    dtype_name,
     fills_up,
     has_bias,
     holds_variances,
@@ -38,7 +39,7 @@ from gonio.measuring.reading.order import is_matrix
 from gonio.measuring.reading.source import padding_rows, tables_in
 from gonio.messages import counted, say
 
-_CODES = frozenset(str(dtype).removeprefix("torch.") for dtype in PACKED)  # what packed weights are stored in
+_CODES = frozenset(map(dtype_name, PACKED))  # what packed weights are stored in
 _FEWEST_ENTRIES = 64  # of a tensor that is not equal to another one by chance
 _OUTWEIGHS = 1e4  # the largest entry of a matrix, in units of the root mean square of the others
 _HUGE = 100.0  # an entry, at least: beside weights that have decayed to nothing any other outweighs them
@@ -77,7 +78,7 @@ def among_others(
     inputs_first = stores_inputs_first(shapes) if any(t.equal_rows or t.zero_rows for t in own) else False
 
     def is_layer(t: TensorCheck) -> bool:
-        layout, *_ = infer(t.name, shapes, inputs_first=inputs_first)
+        layout = infer(t.name, shapes, inputs_first=inputs_first).layout
         if len(t.shape) > 2 and t.shape[1] == 1 and t.equal_rows == t.rows - 1:  # one kernel in every channel: a blur
             return False
         told = len(t.shape) > 2 or has_bias(t.name, shapes) or t.name in known
@@ -165,7 +166,7 @@ def _negative_variances(t: TensorCheck) -> str | None:
 
 @rule("G107", VALUE_RULES)
 def _no_variance(t: TensorCheck) -> str | None:
-    return NO_VARIANCE if t.zero and holds_variances(t.name) else None
+    return NOTES["no variance"] if t.zero and holds_variances(t.name) else None
 
 
 @rule("G203", VALUE_RULES, harmless=lambda t: not t.layer)
@@ -177,11 +178,9 @@ def _equal_rows(t: TensorCheck) -> str | None:
 
 @rule("G706", VALUE_RULES)
 def _constant(t: TensorCheck) -> str | None:
-    return (
-        say("every value is {largest:.3g} or its negative", largest=t.largest)
-        if t.constant and not t.zero and not t.nonfinite and is_matrix(t.shape) and not t.integers and not t.state
-        else None
-    )
+    if not t.constant or t.zero or t.nonfinite or not is_matrix(t.shape) or t.integers or t.state:
+        return None
+    return say("every value is {largest:.3g} or its negative", largest=t.largest)
 
 
 @rule("G708", VALUE_RULES)

@@ -30,7 +30,7 @@ from gonio.errors import GonioError, cause_of
 from gonio.execution import one_thread
 from gonio.measuring.checking.places import Place
 from gonio.measuring.figures.tensor import LISTED
-from gonio.measuring.reading.entry import dtype_named, holds_variances, is_mask
+from gonio.measuring.reading.entry import dtype_named, holds_variances, is_mask, layer_path
 
 CHUNK = 1 << 17  # entries; a chunk of bfloat16 is 256 kB
 ROW = 64  # bytes; shorter rows are alike by chance, so that rows are not compared
@@ -116,8 +116,8 @@ class TensorCheck:
 
     @property
     def path(self) -> str:
-        """The layer's path for its weight, the full name for any other tensor."""
-        return self.name.removesuffix(".weight")
+        """See the paths of :class:`gonio.measuring.TensorMeasurement`."""
+        return layer_path(self.name)
 
     @property
     def entries(self) -> int:

@@ -24,7 +24,7 @@ _HELD = 4  # tensors that were read last
 
 
 class _Stored(Mapping[str, nn.Parameter]):
-    """The tensors of a file that have the shapes of those of a model, read when they are asked for."""
+    """The tensors of a file with the shapes of those of a model, and finite values, read when they are asked for."""
 
     def __init__(self, plan: Planned, entries: Iterable[TensorEntry]) -> None:
         self._entries = {e.name: e for e in entries if e.load is not None and e.shape == plan.shape_of(e.name)}
@@ -66,16 +66,12 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
         return Structure(notes=(f"Blocks were not measured: {first_line(error, kind=True)}.",))
     stored = _Stored(plan, entries)
     symmetries = plan.spread(found.symmetries)
-    readable = {name for each in symmetries for name in each.tensors if _has(stored, name)}
+    readable = {name for each in symmetries for name in each.tensors if name in stored}
     held = tuple(each for each in symmetries if readable.issuperset(each.tensors))
     left = {why: tuple((kind, at) for kind, of in places for at in plan.spread((of,)))
             for why, places in found.left.items()}  # fmt: skip
     blocks = replace(found, symmetries=held, parameters=stored, left=left)
-    heads = (
-        ()
-        if found.anatomy is None
-        else heads_in(plan.whole(found.anatomy), lambda name: stored[name] if _has(stored, name) else None)
-    )
+    heads = () if found.anatomy is None else heads_in(plan.whole(found.anatomy), stored.get)
     missing = sorted({name for each in symmetries for name in each.tensors} - readable)
     notes: tuple[str, ...] = ()
     if missing:
@@ -83,10 +79,3 @@ def structure_of_checkpoint(path: Path, entries: Iterable[TensorEntry]) -> Struc
         said = f"{counted(len(missing), 'tensor')} of blocks {has} not in the file under the model's name"
         notes = (f"{said}: {listing(missing)}.",)
     return Structure(MovableScale.of(Movable([], blocks, "")), heads=heads, notes=notes)
-
-
-def _has(stored: _Stored, name: str) -> bool:
-    try:
-        return stored[name] is not None
-    except KeyError:
-        return False

@@ -200,9 +200,8 @@ class _Side:
     def _of_norm(self) -> tuple[Tensor, Tensor]:
         part = self.norm.part
         if part is None:
-            return torch.ones(self.norm.count, dtype=torch.float64, device="cpu"), torch.zeros(
-                self.norm.count, dtype=torch.float64, device="cpu"
-            )
+            ones = torch.ones(self.norm.count, dtype=torch.float64, device="cpu")
+            return ones, torch.zeros_like(ones)
         gain = self.values(part.tensor).double() + self.norm.added
         return gain, self.values(part.bias).double() if part.bias else torch.zeros_like(gain)
 

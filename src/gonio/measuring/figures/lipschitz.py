@@ -139,13 +139,8 @@ class UpperBounds(Interpreter):
             layer = self.merged.get(node, node)
             terms = [term for term in _inputs(layer) if term in self.upper]
             factor = quotient(upper, max((self.upper[term] for term in terms), default=1.0))
-            weighted = isinstance(self.traced.called(layer), WEIGHTED)
-            if (
-                not terms
-                or node.op == "output"
-                or node in self.merged.values()
-                or (abs(factor - 1) < 1e-6 and not weighted)
-            ):
+            idle = abs(factor - 1) < 1e-6 and not isinstance(self.traced.called(layer), WEIGHTED)
+            if not terms or idle or node.op == "output" or node in self.merged.values():
                 continue
             known = max(quotient(self.upper[term], gains[term]) for term in terms)
             nodes = dict.fromkeys((layer, node))
@@ -286,11 +281,7 @@ class UpperBounds(Interpreter):
         base, first = name.removesuffix("_"), node.args and node.args[0] in self.upper
         if name in _PRODUCTS and not kwargs and (first or base in ("mul", "imul")):
             factor = args[1] if first else args[0]
-            other = (
-                (factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float64, device="cpu"))
-                .double()
-                .abs()
-            )
+            other = torch.as_tensor(factor, dtype=torch.float64).abs()
             return float(other.max() if "mul" in base else 1 / other.min()) * (1 + ROUNDING)
         if not first:
             return None

@@ -35,7 +35,6 @@ CHUNK = 1 << 17  # entries; the pieces of two moments stay in the cache
 _SMALL = 1e-30  # ε below which squares of updates may leave float32
 ROOM = 2.0  # times the largest |m|/√v
 LEAST = 1e-35  # second moments below it may have lost squares to underflow
-_WIDE = ("float32", "float64")
 _SWITCHES = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad")
 _OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "step", "lr_scale", "betas", "lr")
 _KNOWN = {*_SWITCHES, *_OF_SCHEDULES, "eps", "weight_decay", "bias_correction", "momentum", "dampening", "nesterov"}

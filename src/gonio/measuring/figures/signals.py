@@ -117,12 +117,8 @@ def measure_signals(model: nn.Module, batch: Any) -> tuple[tuple[Signal, ...], t
     zero = [m for m, s in forward if s.rms == 0 and s.branch == "" and next(m.parameters(), None) is None]
     dead = [backward[module].node for module in zero if module in backward]
     signals = [_joined(s, backward[m], dead) if m in backward else s for m, s in forward]
-    return tuple(signals), (*_notes(signals), *((f"Gradients were not measured: {why}.",) if why else ()))
-
-
-def _notes(signals: Sequence[Signal]) -> list[str]:
-    """That no layer had an output with values."""
-    return [] if signals else [say("Outputs were not measured: no layer had one with values on this batch.")]
+    notes = [] if signals else [say("Outputs were not measured: no layer had one with values on this batch.")]
+    return tuple(signals), (*notes, *((f"Gradients were not measured: {why}.",) if why else ()))
 
 
 def _run(model: nn.Module, batch: Any) -> Any:

@@ -211,11 +211,8 @@ def _zero_calls(graph: Graph) -> Iterator[tuple[str, fx.Node]]:
     """The calls of layers and norms whose weight is 0, so that their output is the same for every input."""
     for path, module, node in graph.calls():
         weight = module._parameters.get("weight")
-        if (
-            weight is not None
-            and (isinstance(module, WEIGHTED) or graph.facts(node).removes_scale)
-            and _is_zero(weight)
-        ):
+        scales = isinstance(module, WEIGHTED) or graph.facts(node).removes_scale
+        if scales and weight is not None and _is_zero(weight):
             yield path, node
 
 

@@ -32,13 +32,11 @@ from gonio.geometry.spectra import Spectrum, SpectrumEstimate, shared_gram, sing
 from gonio.geometry.views import PLAIN
 from gonio.measuring.reading.entry import (
     ADDITIVE_MASK,
-    FILLED,
-    MAYBE_PADDING,
-    NO_VARIANCE,
-    ORDERED,
+    NOTES,
     Mark,
     TensorEntry,
     are_sinusoids,
+    dtype_name,
     fills_up,
     header_of,
     holds_variances,
@@ -329,14 +327,14 @@ def _together(entries: Sequence[TensorEntry], loaded: Sequence[Any]) -> dict[int
     if not len(fine):
         return {}
     figures = _filters_of_each(matrices[fine], norms[fine])
-    known: dict[str, Any] = {"shape": tuple(stack.shape[1:]), "dtype": str(stack.dtype).removeprefix("torch.")}
+    known: dict[str, Any] = {"shape": tuple(stack.shape[1:]), "dtype": dtype_name(stack.dtype)}
     known |= {"entries": n * d, "status": "measured"}
     whole = prod(stack.shape[3:]) == 1
     made = {}
     for number, values in zip((plainly[place] for place in fine.tolist()), figures, strict=True):
         entry = entries[number]
         in_order = entry.table and layout == PLAIN and _in_order(loaded[number].detach(), values)
-        values |= {"notes": (*entry.notes, ORDERED), "marks": (*entry.marks, "ordered")} if in_order else {}
+        values |= {"notes": (*entry.notes, NOTES["ordered"]), "marks": (*entry.marks, "ordered")} if in_order else {}
         values |= {"operator_norm": values["sigma_max"]} if whole else {}
         made[number] = _row(entry, **known, **values)
     return made
@@ -365,7 +363,7 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     if holds_variances(entry.name) and (negative := int((tensor.to(computed_in(tensor.dtype)) < 0).sum())):
         notes, known["negative_variances"] = (*notes, negative_variances(negative)), negative
     if holds_variances(entry.name) and tensor.numel() and not tensor.any():
-        notes, known["marks"] = (*notes, NO_VARIANCE), (*known["marks"], "no variance")
+        notes, known["marks"] = (*notes, NOTES["no variance"]), (*known["marks"], "no variance")
     if entry.layout is None or tensor.ndim < 2:
         reason = entry.reason or f"{tensor.ndim}-d: no filters"
         return _row(entry, **known, status="no filters", reason=reason, notes=notes)
@@ -376,16 +374,16 @@ def _measured(entry: TensorEntry, raw: Any, extra_figures: ExtraFigures, *, deep
     if entry.inferred and (why := why_no_filters(tensor, lone=lone)):
         return _row(entry, **known, status="no filters", reason=why, notes=notes)
     values = _filters(tensor, entry.layout, entry.name, notes, deep=deep)
-    marked: dict[Mark, str] = {}
+    marked: list[Mark] = []
     if values["zero_filters"] == 1 and values["zero_indices"][0] in entry.padding:
-        marked["maybe padding"] = MAYBE_PADDING
+        marked.append("maybe padding")
     if entry.table and fills_up(values["zero_filters"], tensor.shape[0], values.get("zero_indices", ())):
-        marked["filled"] = FILLED
+        marked.append("filled")
     if entry.table and entry.layout == PLAIN and _in_order(tensor, values):
-        marked["ordered"] = ORDERED
+        marked.append("ordered")
     known["marks"] = (*known["marks"], *marked)
     values["operator_norm"], said = _operator_norm(tensor, entry.layout, extra_figures, values.get("sigma_max"))
-    values["notes"] = (*values["notes"], *marked.values(), *([said] if said else []))
+    values["notes"] = (*values["notes"], *(NOTES[mark] for mark in marked), *([said] if said else []))
     if "quantisation" in extra_figures and "sigma_max" in values:
         values |= _rounding_errors(matrix_view(tensor, entry.layout), prod(tensor.shape[2:]))
     return _row(entry, **known, status="measured", **values)

@@ -18,21 +18,6 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.reading.entry import FACTOR, LOW_RANK
 from gonio.messages import Message, say
 
-__all__ = [
-    "FIGURES",
-    "KINDS",
-    "LEAST",
-    "PERCENTILES",
-    "Bands",
-    "Usual",
-    "UsualLayer",
-    "described",
-    "kind_of",
-    "known",
-    "usual",
-    "usual_of",
-]
-
 LEAST = 10  # architectures with layers of a kind and size: with fewer, what is usual is not known
 PERCENTILES = (5, 25, 50, 75, 95)
 SIZES = (8, 32, 128, 512, inf)  # of the smaller side of a matrix, up to
@@ -150,11 +135,9 @@ def kind_of(t: TensorMeasurement) -> str | None:
     else:
         name, size = "kernel" if prod(t.shape[2:]) > 1 else "matrix", min(t.filters, t.dim)
     at = next(i for i, most in enumerate(SIZES) if size <= most)
-    return (
-        f"{name} {SIZES[at - 1] + 1 if at else 1} to {SIZES[at]}"
-        if SIZES[at] < inf
-        else f"{name} above {SIZES[at - 1]}"
-    )
+    if SIZES[at] == inf:
+        return f"{name} above {SIZES[at - 1]}"
+    return f"{name} {SIZES[at - 1] + 1 if at else 1} to {SIZES[at]}"
 
 
 def described(kind: str) -> Message:

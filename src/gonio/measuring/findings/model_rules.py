@@ -1,13 +1,14 @@
-"""The rules on a whole model: on its norms, its training and its signal, and on a matrix among its siblings."""
+"""The rules on a whole model: on its norms and their channels, its training, its signal, a matrix among siblings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isclose, isfinite, prod, sqrt
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import listing
@@ -15,19 +16,21 @@ from gonio.measuring.figures.attention import ONE_TOKEN, HeadLogits
 from gonio.measuring.figures.heads import HeadMeasurement
 from gonio.measuring.figures.signals import Signal, are_unseen
 from gonio.measuring.figures.structure import ModelFacts, NormUse, Outside
-from gonio.measuring.figures.tensor import TensorMeasurement
+from gonio.measuring.figures.tensor import LISTED, TensorMeasurement
 from gonio.measuring.findings.rules import (
     ADVICE,
     HEAD_RULES,
     SIBLING_RULES,
     WEIGHT_RULES,
     Finding,
+    FindingRule,
     findings_by,
+    named,
     rule,
     worst_first,
 )
 from gonio.measuring.findings.siblings import AmongSiblings, places
-from gonio.measuring.reading.entry import LOW_RANK
+from gonio.measuring.reading.entry import LOW_RANK, TensorEntry, numbers_of
 from gonio.messages import are, counted, say
 
 
@@ -55,19 +58,25 @@ def _unlike_siblings(place: AmongSiblings) -> str | None:
     return place.found
 
 
-def _listed(norms: list[NormUse]) -> str:
-    return listing([norm.path or say("the model") for norm in norms], limit=3)
+def _called(path: str) -> str:
+    return path or say("the model")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return listing(list(map(_called, paths)), limit=3)
+
+
+def _those(norms: Iterable[NormUse]) -> str:
+    return _listed(norm.path for norm in norms)
 
 
 @rule("G401", ADVICE)
 def _small_batches(facts: ModelFacts) -> str | None:
     batch = facts.training.batch
     norms = [norm for norm in facts.norms if norm.averages_over_batches and norm.samples(batch) < SMALL]
-    return (
-        say("batch norms compute statistics over {batch} samples: {norms}", batch=batch, norms=_listed(norms))
-        if norms
-        else None
-    )
+    if not norms:
+        return None
+    return say("batch norms compute statistics over {batch} samples: {norms}", batch=batch, norms=_those(norms))
 
 
 @rule("G402", ADVICE)
@@ -77,53 +86,45 @@ def _last_batch(facts: ModelFacts) -> str | None:
         return None
     raising = [norm for norm in norms if norm.positions == 1]
     unknown = [norm for norm in norms if norm.positions is None and isinstance(norm.module, nn.BatchNorm1d)]
-    said = say("the last batch of an epoch has a single sample; batch norms: {norms}", norms=_listed(norms))
+    said = say("the last batch of an epoch has a single sample; batch norms: {norms}", norms=_those(norms))
     if raising:
         return say(
             "{said}; training will raise an error there: {raising} get one value per channel",
             said=said,
-            raising=_listed(raising),
+            raising=_those(raising),
         )
-    return (
-        say(
+    if unknown:
+        return say(
             "{said}; training will raise an error if the inputs of {unknown} are (N, C)",
             said=said,
-            unknown=_listed(unknown),
+            unknown=_those(unknown),
         )
-        if unknown
-        else said
-    )
+    return said
 
 
 @rule("G403", ADVICE)
 def _single_values(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if norm.values == 1]
-    return (
-        say("each statistic is over one value, so that the input is lost: {norms}", norms=_listed(norms))
-        if norms
-        else None
-    )
+    if not norms:
+        return None
+    return say("each statistic is over one value, so that the input is lost: {norms}", norms=_those(norms))
 
 
 @rule("G404", ADVICE)
 def _several_uses(facts: ModelFacts) -> str | None:
     reused = [norm for norm in facts.norms if norm.calls > 1 and not norm.frozen and norm.has_statistics]
-    uses = [say("{value} ({calls} times)", value=norm.path or say("the model"), calls=norm.calls) for norm in reused]
-    return (
-        say("several calls per forward share running statistics: {uses}", uses=listing(uses, limit=3)) if uses else None
-    )
+    uses = [say("{value} ({calls} times)", value=_called(norm.path), calls=norm.calls) for norm in reused]
+    if not uses:
+        return None
+    return say("several calls per forward share running statistics: {uses}", uses=listing(uses, limit=3))
 
 
 @rule("G405", ADVICE)
 def _decayed(facts: ModelFacts) -> str | None:
-    free = facts.decayed
-    if not free:
+    if not facts.decayed:
         return None
-    return say(
-        "weight decay acts on {weights} whose scale has no effect: {list}",
-        weights=counted(len(free), "weight"),
-        list=listing(list(free), limit=3),
-    )
+    weights, paths = counted(len(facts.decayed), "weight"), _listed(facts.decayed)
+    return say("weight decay acts on {weights} whose scale has no effect: {list}", weights=weights, list=paths)
 
 
 @rule("G418", ADVICE, harmless=lambda facts: facts.outside is not None and facts.outside.harmless)
@@ -146,23 +147,20 @@ def outside_optimizer(outside: Outside) -> str | None:
 @rule("G406", ADVICE)
 def _recomputed(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if norm.recomputed and norm.averages_over_batches and norm.has_statistics]
-    return say("activation checkpointing runs them twice per batch: {norms}", norms=_listed(norms)) if norms else None
+    return say("activation checkpointing runs them twice per batch: {norms}", norms=_those(norms)) if norms else None
 
 
 @rule("G407", ADVICE)
 def _constant(facts: ModelFacts) -> str | None:
-    paths = [path or say("the model") for path in facts.constant]
-    return (
-        say("the output is the same for every input: the weight of {paths} is 0", paths=listing(paths, limit=3))
-        if paths
-        else None
-    )
+    if not facts.constant:
+        return None
+    return say("the output is the same for every input: the weight of {paths} is 0", paths=_listed(facts.constant))
 
 
 @rule("G408", ADVICE)
 def _dead_units(facts: ModelFacts) -> str | None:
     found = [
-        say("{path} ({dead} of {units})", path=s.path or say("the model"), dead=s.dead_units, units=s.units)
+        say("{path} ({dead} of {units})", path=_called(s.path), dead=s.dead_units, units=s.units)
         for s in dead_layers(facts.signals)
     ]
     return say("units whose output is 0 on the whole batch: {found}", found=listing(found, limit=3)) if found else None
@@ -188,11 +186,11 @@ def dead_layers(signals: Iterable[Signal]) -> list[Signal]:
 def _out_of_scale_in(facts: ModelFacts, *, carried: bool) -> list[str]:
     """The layers whose outputs are far from those of healthy networks and, or not, of a usual size behind them."""
     norms = {norm.path for norm in facts.norms}
-    found = []
+    found: list[str] = []
     for place, signal in enumerate(facts.signals):
         size = out_of_scale(signal, norm=signal.path in norms, weighted=signal.path in facts.weighted)
         if size is not None and carried == _is_carried(facts, place, norms):
-            found.append(f"{signal.path or 'the model'} (× {size:.3g})")
+            found.append(say("{path} (× {size:.3g})", path=_called(signal.path), size=size))
     return found
 
 
@@ -274,8 +272,7 @@ def stale(signal: Signal) -> bool:
 def _stale(facts: ModelFacts) -> str | None:
     gaps = [(signal, signal.train_eval_gap) for signal in facts.signals if stale(signal)]
     found = [
-        say("{value} ({gap:.2g} standard deviations)", value=signal.path or say("the model"), gap=gap)
-        for signal, gap in gaps
+        say("{value} ({gap:.2g} standard deviations)", value=_called(signal.path), gap=gap) for signal, gap in gaps
     ]
     if not found:
         return None
@@ -286,7 +283,7 @@ def _stale(facts: ModelFacts) -> str | None:
 def _forgotten(facts: ModelFacts) -> str | None:
     fresh = {id(module) for module in without_statistics(norm.module for norm in facts.norms)}
     norms = [norm for norm in facts.norms if id(norm.module) in fresh]
-    return say("running statistics are at their initial values: {norms}", norms=_listed(norms)) if norms else None
+    return say("running statistics are at their initial values: {norms}", norms=_those(norms)) if norms else None
 
 
 def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
@@ -313,15 +310,15 @@ def without_statistics(norms: Iterable[nn.Module]) -> list[nn.Module]:
     return [norm for norm, _ in unequal]
 
 
-def _has_no_values(tensor: torch.Tensor) -> bool:
+def _has_no_values(tensor: Tensor) -> bool:
     return is_lazy(tensor) or tensor.is_meta or type(tensor).__module__.startswith("torch._subclasses")  # fake
 
 
-def _are_unequal(*vectors: torch.Tensor | None) -> bool:
+def _are_unequal(*vectors: Tensor | None) -> bool:
     return all(vector is not None and bool((vector != vector.flatten()[0]).any()) for vector in vectors)
 
 
-def _are_drawn_alike(vectors: Sequence[torch.Tensor]) -> bool:
+def _are_drawn_alike(vectors: Sequence[Tensor]) -> bool:
     """Whether three or more vectors may be draws of one normal distribution; of two, training can leave that look.
 
     Their means agree (between their squares and those within) and their variances do (Bartlett): each statistic is that
@@ -346,7 +343,7 @@ def _are_drawn_alike(vectors: Sequence[torch.Tensor]) -> bool:
 def _as_built(facts: ModelFacts) -> str | None:
     if not facts.as_built:
         return None
-    return say("weights are those of the initialisation: {paths}", paths=listing(list(facts.as_built), limit=3))
+    return say("weights are those of the initialisation: {paths}", paths=_listed(facts.as_built))
 
 
 @rule("G416", ADVICE)
@@ -360,13 +357,13 @@ def _cut_off(facts: ModelFacts) -> str | None:
         "no gradient of the model's output reaches {layers} that {are} to be trained: {paths}",
         layers=counted(len(cut), "layer"),
         are=are(len(cut)),
-        paths=listing([path or say("the model") for path in cut], limit=3),
+        paths=_listed(cut),
     )
 
 
 @rule("G417", ADVICE, harmless=lambda facts: not facts.signals[-1].nonfinite)
 def _not_finite(facts: ModelFacts) -> str | None:
-    broken = [signal.path or say("the model") for signal in facts.signals if signal.nonfinite]
+    broken = [_called(signal.path) for signal in facts.signals if signal.nonfinite]
     if not broken:
         return None
     return say(
@@ -380,10 +377,10 @@ def _not_finite(facts: ModelFacts) -> str | None:
 @rule("G101", ADVICE)
 def _zero_gains(facts: ModelFacts) -> str | None:
     norms = [norm for norm in facts.norms if _is_zero(dict(norm.module._parameters.items()).get("weight"))]
-    return say("every gain is 0: {norms}", norms=_listed(norms)) if norms else None
+    return say("every gain is 0: {norms}", norms=_those(norms)) if norms else None
 
 
-def _is_zero(gain: torch.Tensor | None) -> bool:
+def _is_zero(gain: Tensor | None) -> bool:
     return gain is not None and not _has_no_values(gain) and gain.numel() > 0 and not bool(gain.any())
 
 
@@ -431,3 +428,95 @@ def _one_token(heads: Sequence[HeadLogits | HeadMeasurement]) -> str | None:
 def one_token_heads(heads: Iterable[HeadLogits | HeadMeasurement]) -> int:
     """How many heads attend to one token."""
     return sum(head.one_token is not None and head.one_token >= COLLAPSED for head in heads)
+
+
+# --- gains of norms that are 0 beside others, so that an output is constant -------------------------------------------
+
+NEGLIGIBLE = 1e-6  # of the mean gain: the channel adds less than the rounding of float32 to its shift
+
+Read = Callable[[], Tensor | None]
+Vectors = Mapping[str, tuple[tuple[int, ...] | None, Read]]
+
+
+@dataclass(frozen=True)
+class ConstantChannels:
+    """The channels of one norm whose output is their shift.
+
+    Attributes:
+        channels: the first thousand of their indices. `count`, `total`: of them, and of all channels.
+        zero: whether gains and shifts of all of them are exactly 0.
+    """
+
+    path: str
+    channels: tuple[int, ...]
+    count: int
+    total: int
+    zero: bool
+
+
+CHANNEL_RULES: dict[str, FindingRule[ConstantChannels]] = {}
+
+
+@rule("G106", CHANNEL_RULES, harmless=lambda norm: not norm.zero)
+def _constant_channels(norm: ConstantChannels) -> str | None:
+    told = {
+        "count": norm.count,
+        "total": norm.total,
+        "channels": named([str(channel) for channel in norm.channels], norm.count),
+    }
+    if norm.zero:
+        return say(
+            "gain and shift of {count} of {total} channels are 0, unlike those of the others: {channels}", **told
+        )
+    return say(
+        "the gain of {count} of {total} channels is 0 or below {NEGLIGIBLE:g} of the mean one, so that their output is "
+        "their shift: {channels}",
+        NEGLIGIBLE=NEGLIGIBLE,
+        **told,
+    )
+
+
+def of_entries(entries: Iterable[TensorEntry]) -> list[Finding]:
+    """The findings on the norms of a model or checkpoint."""
+    own = (entry for entry in entries if entry.role not in ("unknown", "part"))
+    return of_norms({entry.name: (entry.shape, entry.read) for entry in own})
+
+
+def of_norms(tensors: Vectors) -> list[Finding]:
+    """The findings on the norms among some tensors: on each vector `weight` beside a vector `bias` of its length.
+
+    Gains without a shift are not judged: RMS norms of some families store a gain minus 1.
+
+    Args:
+        tensors: the shape of each by its name, and a function that reads it.
+    """
+    return findings_by(CHANNEL_RULES, ((norm, norm.path) for norm in _constant_in(tensors)))
+
+
+def _constant_in(tensors: Vectors) -> Iterator[ConstantChannels]:
+    for name, (shape, read) in tensors.items():
+        path, _, last = name.rpartition(".")
+        held = tensors.get(f"{path}.bias" if path else "bias")
+        if last != "weight" or shape is None or len(shape) != 1 or shape[0] < 2 or held is None or held[0] != shape:
+            continue
+        gains, shifts = _numbers(read), _numbers(held[1])
+        if gains is None or shifts is None:
+            continue
+        small = gains.abs() <= NEGLIGIBLE * gains.abs().mean()
+        if bool(small.all()) or not bool(torch.isfinite(gains.sum())):  # all are 0: training may start there
+            continue
+        zero = (gains == 0) & (shifts == 0)
+        for found, exactly in ((zero, True), (small & ~zero, False)):
+            if count := int(found.sum()):
+                channels = tuple(found.nonzero().flatten()[:LISTED].tolist())
+                yield ConstantChannels(path, channels, count, len(gains), exactly)
+
+
+def _numbers(read: Read) -> Tensor | None:
+    """The values in float64; None for those that are not read, which the tensor's own row says."""
+    try:
+        tensor = read()
+        found = None if tensor is None else numbers_of(tensor).tensor
+        return None if found is None else found.double().cpu()
+    except Exception:  # reading a weight runs the model's own code, which may raise anything
+        return None

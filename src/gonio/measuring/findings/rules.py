@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from rich.text import Text
 
-from gonio.errors import UnknownNameError
+from gonio.errors import InvalidArgumentError, UnknownNameError, listing
 from gonio.escaping import markdown_cell, plain
 from gonio.geometry.chance import expected_pairs_above
 from gonio.geometry.duplicates import NEAR, ROUNDING
@@ -26,18 +26,19 @@ from gonio.measuring.figures.attention import HeadLogits
 from gonio.measuring.figures.heads import HeadMeasurement
 from gonio.measuring.figures.structure import ModelFacts
 from gonio.measuring.figures.tensor import TensorMeasurement
-from gonio.measuring.findings.remedies import Prescription, success_rate
+from gonio.measuring.findings.remedies import Prescription
 from gonio.measuring.findings.siblings import AmongSiblings
 from gonio.measuring.reading.entry import (
     FACTOR,
     LOW_RANK,
-    NO_VARIANCE,
+    NOTES,
     negative_variances,
 )
 from gonio.messages import Message, are, counted, fixed, joined, local, say
 
 PLACES = 8  # findings of one rule that a terminal shows
 NAMED = 10  # filters that a finding names; a row has more of them
+_IN_HEADLINE = 3  # layers, at most
 LEVELS = ("info", "warn", "error")
 _TONES = {"error": "bold red", "warn": "bold dark_orange3", "info": "bold blue"}
 
@@ -171,8 +172,69 @@ def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def at_least(findings: Iterable[Finding], level: str) -> list[Finding]:
-    """Those of this level or above."""
+    """Those of this level or above.
+
+    Raises: InvalidArgumentError for another word.
+    """
+    if level not in LEVELS:
+        raise InvalidArgumentError("a finding has the level info, warn or error", repr(level), "Pass one of them.")
     return [finding for finding in findings if LEVELS.index(finding.level) >= LEVELS.index(level)]
+
+
+def verdict(
+    findings: Sequence[Finding], paths: Collection[str], noun: str = "layer", *, tensors: Collection[str] | None = None
+) -> Message:
+    """How many findings there are of each level, and in how many layers.
+
+    Args:
+        paths: of the layers (or tensors) that have a row.
+        tensors: the paths of all tensors, where findings may be of files and modules too.
+
+    Example:
+        >>> from gonio.measuring.findings.rules import Finding, verdict
+        >>> verdict([], ["a", "b"])
+        'No findings in 2 layers.'
+        >>> verdict([Finding("G102", "warn", "a", "", "", ""), Finding("G405", "info", "", "", "", "")], ["a", "b"])
+        '1 warning and 1 remark in 1 of 2 layers and the model as a whole.'
+    """
+    if not findings:
+        return say("No findings in {places}.", places=counted(len(paths), noun))
+    levels = Counter(finding.level for finding in findings)
+    words = {
+        "error": counted(levels["error"], "error"),
+        "warn": counted(levels["warn"], "warning"),
+        "info": counted(levels["info"], "remark"),
+    }
+    said = [word for level, word in words.items() if levels[level]]
+    named = {finding.path for finding in findings}
+    inside, others = named & set(paths), named - set(paths) - {""}
+    places = []
+    if inside:
+        places.append(say("{n} of {every}", n=len(inside), every=counted(len(paths), noun)))
+    further = set() if tensors is None else others - set(tensors)
+    if others - further:
+        places.append(counted(len(others - further), "other tensor" if paths else "tensor"))
+    if further:
+        places.append(counted(len(further), "other place" if paths or others - further else "place"))
+    if "" in named:
+        places.append(say("the model as a whole"))
+    found, where = joined(said, last=" and "), joined(places, last=" and ")
+    return say("{found} in {places}.", found=found, places=where)
+
+
+def first_of(findings: Sequence[Finding]) -> Message:
+    """Where the findings are and what the first of them is, as a sentence; findings are worst first.
+
+    Example:
+        >>> from gonio.measuring.findings.rules import Finding, first_of
+        >>> first_of([Finding("G102", "warn", "conv2", "", "", ""), Finding("G203", "warn", "fc", "", "", "")])
+        'In conv2, fc; the first is G102: filters that are exactly 0 beside others that are not.'
+    """
+    first = say("{code}: {title}", code=findings[0].code, title=fixed(RULES[findings[0].code].text.title))
+    paths = list(dict.fromkeys(finding.path for finding in findings if finding.path))
+    if not paths:
+        return say("The first is {first}.", first=first)
+    return say("In {paths}; the first is {first}.", paths=listing(paths, limit=_IN_HEADLINE), first=first)
 
 
 @dataclass(frozen=True)
@@ -233,7 +295,7 @@ def render_findings(findings: Sequence[Finding], more: Iterable[Text] = ()) -> I
 
 def markdown_findings(findings: Sequence[Finding], whole: str = "the model") -> list[str]:
     """Findings as a markdown list, then a blank line; nothing without findings. `whole`: what the path "" means."""
-    said = [f"* {f.code}: {markdown_cell(f.path or whole)}: {markdown_cell(f.found)}" for f in findings]
+    said = [f"- **{f.level} {f.code}** {markdown_cell(f.path or whole)}: {markdown_cell(f.found)}" for f in findings]
     return [*said, ""] if said else []
 
 
@@ -243,75 +305,12 @@ def unknown_rule(name: str, kind: str = "rule", also: Iterable[str] = ()) -> Unk
     return UnknownNameError(kind, name, [*RULES, *also], do=do)
 
 
-def explain(code: str | Finding) -> str:
-    """A rule in words: what it finds, its meaning, the value for random weights, what to do, what `gonio.doctor` does
-    about it or why it does nothing, its false-alarm rate.
-
-    Args:
-        code: of the rule, or a finding of it.
-
-    Raises:
-        UnknownNameError: if there is no such rule.
-
-    Example:
-        >>> print(gonio.measuring.explain("G001").splitlines()[0])
-        G001 (error): values that are NaN or infinite
-    """
-    name = code.code if isinstance(code, Finding) else code
-    rule = RULES.get(name.strip().upper())
-    if rule is None:
-        raise unknown_rule(name)
-    text = rule.text
-    alarms = say("none by construction: {why}", why=text.exact) if text.exact else _rate(rule.code)
-    prescription = text.prescription
-    treated = joined([prescription.said, *(success_rate(rule.code) if prescription.remedies else ())], " ")
-    lines = [
-        say("{code} ({level}): {title}", code=rule.code, level=fixed(text.level), title=text.title),
-        "",
-        text.means,
-        *([say("Random weights: {chance}", chance=text.chance)] if text.chance else []),
-        say("What to do: {do}", do=text.do),
-        say("gonio.doctor: {treated}", treated=treated),
-        say("False alarms: {alarms}", alarms=alarms),
-        say("Source: {source}", source=text.source),
-    ]
-    return "\n".join(map(local, lines))
-
-
 @cache
 def measured_rates() -> dict[str, Any]:
     """The results of `false_alarms.py`, `change_alarms.py` and `planted_damage.py` in `benchmarks/`."""
     text = (resources.files("gonio.measuring.findings") / "false_alarms.json").read_text(encoding="utf-8")
     rates: dict[str, Any] = json.loads(text)
     return rates
-
-
-def _rate(code: str) -> Message:
-    """On random and on trained models, or on cases that are in order, each with the upper end of its interval."""
-    seen = measured_rates()["cases"].get(code)
-    if seen is not None:
-        told = {"alarms": seen["alarms"], "cases": seen["cases"], "of": fixed(seen["of"]), "upper": 100 * seen["upper"]}
-        return say("{alarms} of {cases} {of}; the true rate is below {upper:.2g} % (95 %).", **told)
-    if not rule_texts()[code].calibrated:
-        return say("not measured; the threshold is a choice.")
-    said = []
-    named = {"random": say("randomly initialised models"), "trained": say("trained networks")}
-    for name, models in named.items():
-        rates = measured_rates()[name]
-        seen = rates["rules"][code]
-        said.append(
-            say(
-                "{hit} of {tensors} tensors in {flagged} of {count} {models}; "
-                "the true rate per model is below {upper:.2g} % (95 %).",
-                hit=seen["tensors"],
-                tensors=rates["tensors"],
-                flagged=seen["models"],
-                count=rates["models"],
-                models=models,
-                upper=100 * seen["models_upper"],
-            )
-        )
-    return joined(said, " ")
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -385,11 +384,9 @@ def _weak(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or not t.norm_nonzero_min or (t.dim or 0) < 4 or _of_adapter(t):
         return None
     least, middle = t.norm_nonzero_min, t.norm_quantiles[2]
-    return (
-        say("the weakest filter's norm is {least:.2g}, the median {middle:.2g}", least=least, middle=middle)
-        if least < 1e-3 * middle
-        else None
-    )
+    if least >= 1e-3 * middle:
+        return None
+    return say("the weakest filter's norm is {least:.2g}, the median {middle:.2g}", least=least, middle=middle)
 
 
 @rule("G104", WEIGHT_RULES)
@@ -397,11 +394,9 @@ def _dominant(t: TensorMeasurement) -> str | None:
     if t.norm_quantiles is None or t.total_filters < 8 or _of_adapter(t):
         return None
     middle, most = t.norm_quantiles[2], t.norm_quantiles[-1]
-    return (
-        say("the strongest filter's norm is {most:.3g}, the median {middle:.3g}", most=most, middle=middle)
-        if 0 < 10 * middle < most
-        else None
-    )
+    if not 0 < 10 * middle < most:
+        return None
+    return say("the strongest filter's norm is {most:.3g}, the median {middle:.3g}", most=most, middle=middle)
 
 
 @rule("G105", WEIGHT_RULES)
@@ -411,7 +406,7 @@ def _negative_variance(t: TensorMeasurement) -> str | None:
 
 @rule("G107", WEIGHT_RULES)
 def _no_variance(t: TensorMeasurement) -> str | None:
-    return NO_VARIANCE if "no variance" in t.marks else None
+    return NOTES["no variance"] if "no variance" in t.marks else None
 
 
 def _alike_on_purpose(t: TensorMeasurement) -> bool:
@@ -441,13 +436,9 @@ def _shared(t: TensorMeasurement) -> str | None:
 @rule("G202", WEIGHT_RULES)
 def _alike(t: TensorMeasurement) -> str | None:
     total = t.total_filters * ((t.filters or 0) - 1) // 2
-    if (
-        _not_like_random(t)
-        or not t.near_duplicates
-        or not t.closest
-        or not t.dim
-        or expected_pairs_above(NEAR, total, t.dim) > 1e-4
-    ):
+    if _not_like_random(t) or not t.near_duplicates or not t.closest or not t.dim:
+        return None
+    if expected_pairs_above(NEAR, total, t.dim) > 1e-4:
         return None
     copies = _pairs_of_copies(t) if _equal(t) else 0  # which G203 names
     left = t.near_duplicates - copies

@@ -61,10 +61,11 @@ class Suppression:
         rules += [(where, code) for where, codes in self.per_layer for code in dict.fromkeys(codes)]
         owners = {tensor.path: tensor.name.rpartition(".")[0] for tensor in measured.tensors}
         modules = {} if model is None else {site.path: site.module for site in sites(model)}
+        unknown = nn.Module()  # the layer of a tensor that was read without its model
 
         def selects(where: str, finding: Finding) -> bool:
             owner = owners.get(finding.path, finding.path)
-            module, selector = modules.get(owner, _UNKNOWN), as_selector(where)
+            module, selector = modules.get(owner, unknown), as_selector(where)
             return bool(finding.path) and (selector(owner, module) or selector(finding.path, module))
 
         kept: list[Finding] = []
@@ -85,10 +86,3 @@ def _known_code(code: str) -> str:
     if found not in RULES:
         raise unknown_rule(str(code))
     return found
-
-
-class _Unknown(nn.Module):
-    """The layer of a tensor that was read without its model."""
-
-
-_UNKNOWN = _Unknown()

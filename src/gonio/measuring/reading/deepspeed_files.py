@@ -221,9 +221,8 @@ def _states(
 
 def _numbered(states: Any) -> dict[int, dict[Any, Any]]:
     """The states of the groups of one rank, by number; newer and older versions store a mapping or a list."""
-    pairs = (
-        states.items() if isinstance(states, dict) else enumerate(states if isinstance(states, (list, tuple)) else ())
-    )
+    listed = states if isinstance(states, (list, tuple)) else ()
+    pairs = states.items() if isinstance(states, dict) else enumerate(listed)
     return {key: state for key, state in pairs if type(key) is int and isinstance(state, dict)}
 
 
@@ -241,13 +240,9 @@ def _shape(value: Any) -> tuple[int, ...]:
 def _flat(zero: _Zero, archive: Archive, held: Mapping[str, Any], key: str) -> list[StoredPart] | None:
     """The flat partitions of one rank; None, with a finding, if they are none."""
     found = held.get(key)
-    parts = [part for part in found if isinstance(part, StoredPart)] if isinstance(found, (list, tuple)) else None
-    if (
-        parts is not None
-        and len(parts) == len(held[key])
-        and all(len(part.shape) == 1 and part.contiguous and archive.holds(part) for part in parts)
-        and len({part.dtype for part in parts}) <= 1
-    ):
+    held_parts = list(found) if isinstance(found, (list, tuple)) else [None]
+    parts = [part for part in held_parts if isinstance(part, StoredPart) and len(part.shape) == 1 and part.contiguous]
+    if len(parts) == len(held_parts) and all(map(archive.holds, parts)) and len({part.dtype for part in parts}) <= 1:
         return parts
     zero.problem("G704", archive.path.name, f"its {key} are no flat tensors of one dtype in the file")
     return None
@@ -406,7 +401,5 @@ def _held(file: Path) -> Any:
 
 
 def _checked(archive: Archive, part: StoredPart) -> Tensor:
-    found = torch.empty(part.shape, dtype=getattr(torch, part.dtype), device="cpu")
     with intact(archive.path):
-        archive.read(part, found)
-    return found
+        return archive.tensor(part)

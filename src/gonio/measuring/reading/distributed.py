@@ -23,8 +23,8 @@ from torch import Tensor
 
 from gonio.errors import InvalidArgumentError, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import StoredTensor, wrong_size
-from gonio.measuring.reading.opened import Listing, Opened, Problem, intact
+from gonio.measuring.reading.entry import StoredTensor, dtype_name, wrong_size
+from gonio.measuring.reading.opened import Listing, Opened, Problem, intact, naturals
 from gonio.measuring.reading.optimizers import FORM, Raw, fitted, in_memory, optimizers_in
 from gonio.measuring.reading.pickles import LARGEST_PICKLE, Archive, Record, StoredPart, unpickled
 from gonio.measuring.reading.state_dicts import of_states, state_in
@@ -135,15 +135,15 @@ def _add(folder: _Folder, name: str, value: Record, places: Mapping[Any, list[Re
         held = [info for infos in places.values() for info in infos]
         folder.objects[name] = _piece((), (), held[0]) if held else None
         return
-    shape, chunks = _naturals(value["size"]), value["chunks"]
+    shape, chunks = naturals(value["size"]), value["chunks"]
     properties = value["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype, torch.dtype) or len(chunks) > MOST_PIECES:
         raise ValueError(f"no dtype of torch, or {len(chunks)} pieces")
-    said = str(dtype).removeprefix("torch.")
+    said = dtype_name(dtype)
     pieces, wrong = [], []
     for chunk in chunks:
-        offsets, sizes = _naturals(chunk["offsets"]), _naturals(chunk["sizes"])
+        offsets, sizes = naturals(chunk["offsets"]), naturals(chunk["sizes"])
         held = places.get(offsets, [])
         if len(held) > 1:
             folder.problem("G703", name, f"its piece at {list(offsets)} has {len(held)} places")
@@ -152,7 +152,7 @@ def _add(folder: _Folder, name: str, value: Record, places: Mapping[Any, list[Re
         else:
             pieces.append(_piece(offsets, sizes, held[0]))
             wrong += list(_piece_wrong(folder, name, pieces[-1], held[0], dtype.itemsize))
-    wrong += list(_uncovered(shape, [(_naturals(c["offsets"]), _naturals(c["sizes"])) for c in chunks]))
+    wrong += list(_uncovered(shape, [(naturals(c["offsets"]), naturals(c["sizes"])) for c in chunks]))
     if prod(shape) * dtype.itemsize > sum(folder.sizes.values()):
         wrong.append(("G704", f"it claims {prod(shape)} entries, more than the folder holds"))
     folder.problems += [Problem(code, name, found) for code, found in wrong if code]
@@ -163,14 +163,8 @@ def _add(folder: _Folder, name: str, value: Record, places: Mapping[Any, list[Re
     folder.stored[name] = StoredTensor(shape, said, partial(_read, folder.path, pieces, shape, dtype), file=file)
 
 
-def _naturals(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
-        raise ValueError("a size is no list of natural numbers")
-    return tuple(value)
-
-
 def _piece(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Record) -> _Piece:
-    file, (begin, length) = info["relative_path"], _naturals((info["offset"], info["length"]))
+    file, (begin, length) = info["relative_path"], naturals((info["offset"], info["length"]))
     if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file or file in ("", ".", ".."):
         raise ValueError(f"it names a file outside its folder: {plain(str(file), longest=80)}")
     return _Piece(offsets, sizes, file, begin, length)
@@ -254,7 +248,7 @@ def _read(folder: Path, pieces: list[_Piece], shape: tuple[int, ...], dtype: tor
             part = archive.content
             if not isinstance(part, StoredPart) or part.shape != piece.sizes:
                 raise ValueError(f"the piece at {list(piece.offsets)} is no tensor of sizes {list(piece.sizes)}")
-            if part.dtype != str(dtype).removeprefix("torch."):
+            if part.dtype != dtype_name(dtype):
                 raise ValueError(f"the piece at {list(piece.offsets)} is of the dtype {part.dtype}")
             view = whole[tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))]
             archive.read(part, view)

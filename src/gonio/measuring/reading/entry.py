@@ -24,18 +24,20 @@ from gonio.geometry.views import ATTENTION
 from gonio.messages import Message, are, counted, fixed, say
 
 Mark = Literal["table", "padding", "maybe padding", "filled", "fixed", "constant", "ordered", "no variance", "failed"]
-"""What rules ask of a tensor beside its figures; a note says each to the reader, but for a `failed` reading."""
+"""What rules ask of a tensor beside its figures; :data:`NOTES` say it to the reader."""
+NOTES: Mapping[Mark, str] = {
+    "padding": "one row is padding and stays 0",  # an embedding with padding_idx
+    "maybe padding": "its one row of zeros is the padding of an embedding, or a dead filter",
+    "filled": "its last rows are 0, as those that fill a vocabulary up",
+    # rows of tables that were not learned: fixed positions, and gains that all start from one value
+    "fixed": "a table that is not trained, in a model that is",
+    "constant": "every row is the same: it starts from a constant",
+    "ordered": "neighbouring rows are alike, as those of positions are",
+    "no variance": fixed("every running variance is 0"),
+}
 
-PADDING = "one row is padding and stays 0"  # the note on an embedding with padding_idx
-NO_VARIANCE = fixed("every running variance is 0")
+FEW_DIMENSIONS = (say("a single number"), say("a vector"))  # why a tensor of so many dimensions has no filters
 USUAL_PADDING = (0, 1)  # the first row, as in BERT and T5, or the second one, as in RoBERTa, BART and MPNet
-MAYBE_PADDING = "its one row of zeros is the padding of an embedding, or a dead filter"
-FILLED = "its last rows are 0, as those that fill a vocabulary up"
-# The notes on tables whose rows were not learned: fixed positions, and gains that all start from one value.
-FIXED = "a table that is not trained, in a model that is"
-CONSTANT = "every row is the same: it starts from a constant"
-# That on a table whose rows are in order, as learned positions are.
-ORDERED = "neighbouring rows are alike, as those of positions are"
 ADDITIVE_MASK = "an additive mask: every value is 0 or −inf"
 EIGHT_BITS = "8-bit floats, read as float32"
 # The kinds of tensors of adapters, whose rows lie in a few directions by construction.
@@ -96,14 +98,16 @@ class TensorEntry:
         """A tensor that cannot be measured at all."""
         return cls(name, "", None, None, reason, shape=shape, dtype=dtype)
 
-    def marked(self, mark: Mark, note: str) -> TensorEntry:
+    def marked(self, mark: Mark) -> TensorEntry:
         """The same entry with a mark, and with the note that says it."""
-        return replace(self, marks=(*self.marks, mark), notes=(*self.notes, note))
+        if mark in self.marks:
+            return self
+        return replace(self, marks=(*self.marks, mark), notes=(*self.notes, NOTES[mark]))
 
     @property
     def path(self) -> str:
-        """The layer's path for its weight, the full name for any other tensor."""
-        return self.name.removesuffix(".weight")
+        """See :func:`layer_path`."""
+        return layer_path(self.name)
 
     def read(self) -> Tensor | None:
         """The tensor; None for one that cannot be measured at all."""
@@ -122,6 +126,11 @@ class TensorEntry:
         )
 
 
+def layer_path(name: str) -> str:
+    """The layer's path for its weight, the full name for any other tensor."""
+    return name.removesuffix(".weight")
+
+
 def with_ties(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """The entries, tied ones with the values of the tensor that they are tied to."""
     made = list(entries)
@@ -138,10 +147,10 @@ def says_tied(name: str) -> str:
 
 @dataclass(frozen=True)
 class Axes:
-    """What a format itself says about the dimensions of a tensor.
+    """What a format itself, or else key and shape, say about the dimensions of a tensor.
 
     Attributes:
-        order: the stored dimensions in torch's order (outputs, inputs, positions); None if the file does not tell it.
+        order: the stored dimensions in torch's order (outputs, inputs, positions); None if the format does not tell it.
         kind: what the tensor is. `layout`: how it is read in torch's order.
         reason: why it has no filters, or why the order is not known. `notes`: remarks for the reader.
         part: whether it is a part of a weight that is computed from several tensors.
@@ -221,7 +230,7 @@ def dtype_named(name: str) -> torch.dtype | None:
 def header_of(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     """Shape and dtype; `((), "")` for a tensor subclass that raises when they are read."""
     try:
-        return tuple(int(n) for n in tensor.shape), _named(tensor.dtype)
+        return tuple(int(n) for n in tensor.shape), dtype_name(tensor.dtype)
     except Exception:  # subclasses run code of their own here
         return (), ""
 
@@ -266,7 +275,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
     if tensor.is_quantized or type(tensor).dequantize is not Tensor.dequantize:
         return _dequantized(tensor)
     if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else f"sparse ({_named(tensor.layout)})"
+        kind = "nested" if tensor.is_nested else f"sparse ({dtype_name(tensor.layout)})"
         return Numbers(None, f"{kind}: filters are not stored whole")
     if not tensor.is_floating_point():
         return _no_floats(tensor)
@@ -278,7 +287,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
         try:
             tensor.detach().flatten()[:1].float()
         except RuntimeError:
-            return Numbers(None, f"packed as {_named(tensor.dtype)}")
+            return Numbers(None, f"packed as {dtype_name(tensor.dtype)}")
         notes = (*notes, EIGHT_BITS)
     return Numbers(tensor.detach(), notes=notes)
 
@@ -289,12 +298,14 @@ def _dequantized(tensor: Tensor) -> Numbers:
     except (RuntimeError, NotImplementedError, TypeError) as error:
         said = first_line(error, 100)
         return Numbers(None, f"quantised ({type(tensor).__name__}), and cannot be dequantised here: {said}")
-    kind = _named(tensor.dtype) if tensor.is_quantized else type(tensor).__name__  # whose dtype is that of its values
+    kind = type(tensor).__name__  # whose dtype is that of its values
+    if tensor.is_quantized:
+        kind = dtype_name(tensor.dtype)
     return Numbers(plain.detach(), notes=(f"dequantised from {kind}",))
 
 
 def _no_floats(tensor: Tensor) -> Numbers:
-    kind = _named(tensor.dtype)
+    kind = dtype_name(tensor.dtype)
     if tensor.is_complex():
         return Numbers(None, "complex: angles between complex filters are not defined here")
     if tensor.dtype in PACKED and tensor.ndim >= 2:
@@ -304,7 +315,8 @@ def _no_floats(tensor: Tensor) -> Numbers:
     return Numbers(None, f"packed as {kind}")
 
 
-def _named(value: torch.dtype | torch.layout) -> str:
+def dtype_name(value: torch.dtype | torch.layout) -> str:
+    """torch's name of a dtype or layout, without `torch.`."""
     return str(value).removeprefix("torch.")
 
 
@@ -394,8 +406,8 @@ def negative_variances(count: int) -> Message:
     return say("{variances} {are} negative", variances=counted(count, "running variance"), are=are(count))
 
 
-def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Layout | None, str, str, tuple[str, ...]]:
-    """The layout of a tensor, or None; its kind; the reason for None; notes.
+def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> Axes:
+    """What key and shape of a tensor say of it, in the order in which it is stored.
 
     A weight of two to five dimensions is a stack of filters on dim 0: a linear layer or an embedding (2), a
     convolution (3 to 5). Groups and transposition of a convolution cannot be seen; it is read as neither.
@@ -405,34 +417,37 @@ def infer(name: str, shapes: Shapes, *, inputs_first: bool = False) -> tuple[Lay
         inputs_first: whether matrices of the file that are square, and have a bias, have their inputs first too.
     """
     shape = shapes[name]
-    last = name.rpartition(".")[2]
+    last, unread = name.rpartition(".")[2], f"{len(shape)}-d tensor"
     if len(shape) < 2:
-        return None, f"{len(shape)}-d tensor", "a single number" if not shape else "a vector", ()
+        return Axes(kind=unread, reason=FEW_DIMENSIONS[len(shape)])
     if ".parametrizations." in f".{name}" and last == "original":
-        return None, "parametrization", _RAW, ()
+        return Axes(kind="parametrization", reason=_RAW)
     bias = _bias_of(name, shapes)
     recurrent = _RECURRENT.fullmatch(name)
     named = last in ("weight", "lora_A", "lora_B", *ATTENTION) or recurrent is not None
     told = bias is not None and len(bias) == 1 and bias[0] in (shape[0], shape[1])
     if len(shape) not in _KINDS or not (named or told):
-        return None, f"{len(shape)}-d tensor", UNKNOWN, ()
+        return Axes(kind=unread, reason=UNKNOWN)
+    kind = _KINDS[len(shape)]
     if bias is not None and bias == shape:
-        return None, f"{len(shape)}-d tensor", "gains: its bias has the same shape", ()
+        return Axes(kind=unread, reason="gains: its bias has the same shape")
     if len(shape) == 2 and told and bias is not None and recurrent is None and last not in ATTENTION:
         square = shape[0] == shape[1]
         if (not square and bias[0] == shape[1]) or (square and inputs_first):
-            return Layout(transposed=True), _KINDS[2], "", (INPUTS_FIRST if not square else f"{INPUTS_FIRST}es",)
+            said = INPUTS_FIRST if not square else f"{INPUTS_FIRST}es"
+            return Axes(kind=kind, layout=Layout(transposed=True), notes=(said,))
     if len(shape) > 2 and told and bias is not None and bias[0] != shape[0]:
-        return Layout(transposed=True), f"transposed {_KINDS[len(shape)]}", "", ("outputs on dim 1, as its bias tells",)
+        said = "outputs on dim 1, as its bias tells"
+        return Axes(kind=f"transposed {kind}", layout=Layout(transposed=True), notes=(said,))
     if len(shape) == 3 and (bias == shape[:2] or bias == shape[::2]):
-        return None, "3-d tensor", f"{STACKED}: its bias has a row for each", ()
+        return Axes(kind=unread, reason=f"{STACKED}: its bias has a row for each")
     if len(shape) == 3 and not told and min(shape[1:]) > LONG:
-        return None, "3-d tensor", f"{STACKED}, or kernels of {shape[2]} positions: no bias tells", ()
+        return Axes(kind=unread, reason=f"{STACKED}, or kernels of {shape[2]} positions: no bias tells")
     blocks, notes = _blocks(name, shapes)
     if len(shape) > 2:
         lone = shape[1] == 1 and shape[0] > 1
         notes = (*notes, "depthwise, or of one input channel" if lone else "groups unknown, read as 1")
-    return Layout(blocks=blocks), _KINDS[len(shape)], "", notes
+    return Axes(kind=kind, layout=Layout(blocks=blocks), notes=notes)
 
 
 def _blocks(name: str, shapes: Shapes) -> tuple[int, tuple[str, ...]]:

@@ -20,7 +20,7 @@ from gonio.editing.twin import copy_of
 from gonio.editing.where import unwrapped
 from gonio.errors import first_line, import_extra, listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import clean_names
+from gonio.measuring.reading.entry import clean_names, layer_path
 from gonio.measuring.reading.opened import Problem
 from gonio.messages import Message, counted, joined, say
 
@@ -260,10 +260,8 @@ def _by_transformers(model: nn.Module, own: Shapes, shapes: Shapes) -> ModelFit 
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None or not isinstance(model, base):
         return None
-    what = say("holding a checkpoint against a model of transformers")
-    import_extra(
-        "accelerate", what, package="accelerate", extra="models"
-    )  # without it no model is built without values
+    what = say("holding a checkpoint against a model of transformers")  # which accelerate builds without values
+    import_extra("accelerate", what, package="accelerate", extra="models")
     try:
         return _from_pretrained(model, own, shapes)
     except Exception as error:
@@ -381,17 +379,15 @@ def unlike_model(fit: ModelFit, model: nn.Module, shapes: Shapes, known: Sequenc
         return [Problem("G719", "", said)]
     told = {name.removeprefix(fit.prefix) for problem in known for name in (problem.path, *problem.tensors)}
     found = [
-        Problem("G719", _path(name), say("missing: {model} has it ({shape})", model=name_of, shape=_size(shape)))
+        Problem("G719", layer_path(name), say("missing: {model} has it ({shape})", model=name_of, shape=_size(shape)))
         for name, shape in fit.missing.items()
         if name not in told
     ]
-    found += [
-        Problem("G719", _path(name), say("{given}, and {wanted} in {model}", given=_size(given), wanted=_size(wanted),
-                                         model=name_of))
-        for name, (given, wanted) in fit.reshaped.items()
-    ]  # fmt: skip
+    for name, (given, wanted) in fit.reshaped.items():
+        sizes = {"given": _size(given), "wanted": _size(wanted)}
+        found.append(Problem("G719", layer_path(name), say("{given}, and {wanted} in {model}", model=name_of, **sizes)))
     said = say("{model} has no tensor of this name", model=name_of)
-    return [*found, *(Problem("G720", _path(name), said) for name in fit.unknown)]
+    return [*found, *(Problem("G720", layer_path(name), said) for name in fit.unknown)]
 
 
 def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
@@ -399,11 +395,10 @@ def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
     notes = []
     if fit.prefix:
         told = {"prefix": plain(fit.prefix), "n": fit.prefixed, "every": tensors}
-        notes.append(
-            say("names are compared without {prefix}, which stands before all of them", **told)
-            if fit.prefixed == tensors
-            else say("names are compared without {prefix}, which stands before {n} of {every}", **told)
-        )
+        if fit.prefixed == tensors:
+            notes.append(say("names are compared without {prefix}, which stands before all of them", **told))
+        else:
+            notes.append(say("names are compared without {prefix}, which stands before {n} of {every}", **told))
     if fit.wrapped:
         notes.append(say("names are compared without those of wrappers (_orig_mod, module, …)"))
     if fit.whole:
@@ -411,10 +406,6 @@ def fitted(fit: ModelFit, model: nn.Module, tensors: int) -> list[Message]:
         count = counted(fit.prefixed or tensors, "tensor")
         notes.append(say("fits {model} by name and shape: {tensors}", model=name_of, tensors=count))
     return notes
-
-
-def _path(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _size(shape: Shape) -> str:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import Axes, StoredTensor, dtype_named, no_dtype, wrong_size
-from gonio.measuring.reading.opened import Listing, Opened, Problem, intact, read_tensor
+from gonio.measuring.reading.entry import FEW_DIMENSIONS, Axes, StoredTensor, dtype_named, no_dtype, wrong_size
+from gonio.measuring.reading.opened import Listing, Opened, Problem, intact, naturals, read_tensor
 
 _CHUNKED = "__msgpack_chunked_array__"
 _ARRAYS = (1, 3)  # types of extensions: an array, and a scalar of NumPy, which is stored as one
@@ -166,7 +166,7 @@ class _Walker:
         sizes = tuple(shape[str(number)] for number in range(len(shape)))
         if any(not isinstance(part, _Array) or part.dtype != parts[0].dtype for part in parts):
             raise ValueError("an array of pieces of several dtypes")
-        return _Array(_naturals(sizes), parts[0].dtype, tuple(place for part in parts for place in part.places))
+        return _Array(naturals(sizes), parts[0].dtype, tuple(place for part in parts for place in part.places))
 
     def _extension(self, count: int) -> Any:
         kind = self._take(1)[0]
@@ -186,7 +186,7 @@ class _Walker:
         self._skip(size)
         if self.at != end:
             raise ValueError(f"an array ends {self.at - end} bytes after its extension")
-        return _Array(_naturals(shape), dtype, (place,))
+        return _Array(naturals(shape), dtype, (place,))
 
     def _numbers(self) -> tuple[Any, ...]:
         """A short list of numbers."""
@@ -201,12 +201,6 @@ class _Walker:
         if not 0xA0 <= first < 0xC0 and first not in (0xC4, 0xD9):
             raise ValueError("a dtype is no text")
         return self._take(first & 31 if first < 0xC0 else self._take(1)[0]).decode("utf-8", "replace")
-
-
-def _naturals(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in sizes):
-        raise ValueError("a shape is no list of natural numbers")
-    return sizes
 
 
 def _arrays(tree: Mapping[str, Any], at: str) -> Iterator[tuple[str, _Array]]:
@@ -243,7 +237,7 @@ def _candidates(name: str, stored: Mapping[str, StoredTensor]) -> tuple[int, ...
 def _axes(name: str, stored: Mapping[str, StoredTensor], outputs_last: bool) -> Axes:
     n = len(stored[name].shape)
     if n < 2:
-        return Axes(reason="a vector" if n else "a single number")
+        return Axes(reason=FEW_DIMENSIONS[n])
     found = _candidates(name, stored)
     if not 2 <= n <= 5 or not (len(found) == 1 or (n - 1 in found and outputs_last)):
         return Axes(reason="no bias tells which dimension holds its outputs")

@@ -86,8 +86,9 @@ def open_gguf(path: Path) -> Opened:
         UnreadableFileError: if the header is damaged, or of a version before 2 or of big-endian numbers.
         MissingExtraError: if it holds quantised tensors, and the package `gguf` is not installed.
     """
-    with path.open("rb") as file:
-        _check_version(path, file.read(8))
+    with intact(path), path.open("rb") as file:
+        begin = file.read(8)
+    _check_version(path, begin)
     with intact(path):
         with path.open("rb") as file:
             keys, infos, start = _header(file)

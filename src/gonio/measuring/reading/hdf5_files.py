@@ -26,13 +26,20 @@ from torch import Tensor
 from gonio.errors import import_extra
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import EMBEDDING, Axes, StoredTensor, dtype_named, no_dtype, wrong_size
-from gonio.measuring.reading.opened import Listing, Opened, intact
+from gonio.measuring.reading.entry import (
+    EMBEDDING,
+    FEW_DIMENSIONS,
+    Axes,
+    StoredTensor,
+    dtype_named,
+    no_dtype,
+    wrong_size,
+)
+from gonio.measuring.reading.opened import MOST_UNFOLDED, Listing, Opened, intact
 from gonio.measuring.reading.pickles import FilePart, record_start
 
 ARCHIVE = ".keras"
 _LARGEST_CONFIG = 1 << 26  # bytes
-_LARGEST_RATIO = 1100  # of the bytes of a dataset to those it is stored in; deflate reaches 1032
 _LARGEST_CHUNK = 1 << 24  # bytes
 _FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset"}  # of HDF5 itself
 _FILTERS |= {32000: "lzf"}  # of h5py itself
@@ -172,7 +179,7 @@ def _refusal(held: Any, shape: tuple[int, ...], dtype: str, whole: int) -> tuple
         return "G702", f"no values are stored for its {prod(shape)} entries"
     if held_size > whole:
         return "G704", f"{held_size} bytes are stored for it, of a file of {whole}"
-    if size > held_size * (_LARGEST_RATIO if filters else 1):
+    if size > held_size * (MOST_UNFOLDED if filters else 1):
         return "G704", wrong_size(held_size, prod(shape), size)
     if held.chunks and prod(held.chunks) * held.dtype.itemsize > max(_LARGEST_CHUNK, 2 * size):
         return "G704", f"its chunks have {prod(held.chunks)} entries, more than the dataset"
@@ -183,7 +190,7 @@ def _axes(layer: tuple[str, Mapping[str, Any]] | None, name: str, shape: tuple[i
     """The dimensions of a weight of a layer of Keras, by its class and the number of its dimensions."""
     n = len(shape)
     if n < 2:
-        return Axes(reason="a vector" if n else "a single number")
+        return Axes(reason=FEW_DIMENSIONS[n])
     kind, facts = layer or ("", {})
     groups = facts.get("groups", 1)
     if kind == "Dense" and n == 2:

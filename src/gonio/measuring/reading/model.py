@@ -18,10 +18,8 @@ from gonio.errors import NotApplicableError, first_line
 from gonio.execution import loaded
 from gonio.geometry import Layout, layout_of
 from gonio.measuring.reading.entry import (
-    CONSTANT,
     FACTOR,
-    FIXED,
-    PADDING,
+    FEW_DIMENSIONS,
     STACKED,
     TensorEntry,
     header_of,
@@ -137,19 +135,18 @@ def _entry_of(site: Site, name: str, path: str, tensor: Tensor | None, read: Rea
 
 def _of_table(entry: TensorEntry, module: nn.Module, table: Tensor, trained: bool) -> TensorEntry:
     """The entry of a table, or of what is tied to one, marked where rows are alike without having been learned."""
-    if getattr(module, "padding_idx", None) is not None and "padding" not in entry.marks:
-        entry = entry.marked("padding", PADDING)
+    if getattr(module, "padding_idx", None) is not None:
+        entry = entry.marked("padding")
     if not isinstance(module, TABLES):
         return entry
     entry = replace(entry, table=True)
-    if trained and isinstance(table, nn.Parameter) and not table.requires_grad and "fixed" not in entry.marks:
-        entry = entry.marked("fixed", FIXED)
+    if trained and isinstance(table, nn.Parameter) and not table.requires_grad:
+        entry = entry.marked("fixed")
     if type(table) is not nn.Parameter or table.is_meta or table.dim() != 2 or len(table) < 2:
         return entry
     with suppress(NotImplementedError):  # of narrow types without a comparison
-        alike = torch.equal(table[0], table[-1]) and bool(table[0].any()) and bool((table == table[:1]).all())
-        if alike and "constant" not in entry.marks:
-            entry = entry.marked("constant", CONSTANT)
+        if torch.equal(table[0], table[-1]) and bool(table[0].any()) and bool((table == table[:1]).all()):
+            entry = entry.marked("constant")
     return entry
 
 
@@ -199,16 +196,17 @@ def _layout(module: nn.Module, name: str, tensor: Tensor | None) -> tuple[Layout
     if tensor is None:
         found = recurrent_weights(module)
         if name in found:
-            return infer(name, {key: tuple(value.shape) for key, value in found.items()})[::2]
+            axes = infer(name, {key: tuple(value.shape) for key, value in found.items()})
+            return axes.layout, axes.reason
         return (Layout(), "") if name == "weight" else (None, _UNREAD)
     if tensor.ndim > 1 and facts_of(module).removes_scale:
         return None, "gains and shifts, one per entry of the input"
     if not isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and tensor.is_floating_point():
         return None, "a buffer: not trained"
     if name == "weight" and tensor.ndim >= 2:
-        layout, _, reason, _ = infer(name, {name: tuple(tensor.shape)})
-        return layout, reason
-    return None, {0: "a single number", 1: "a vector"}.get(tensor.ndim, _UNREAD)
+        axes = infer(name, {name: tuple(tensor.shape)})
+        return axes.layout, axes.reason
+    return None, FEW_DIMENSIONS[tensor.ndim] if tensor.ndim < 2 else _UNREAD
 
 
 def _read(module: nn.Module, name: str) -> Tensor:

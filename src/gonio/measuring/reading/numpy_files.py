@@ -14,9 +14,7 @@ from torch import Tensor
 
 from gonio.escaping import plain
 from gonio.measuring.reading.entry import StoredTensor, dtype_named, no_dtype
-from gonio.measuring.reading.opened import Listing, Opened, intact
-
-_LARGEST_RATIO = 1100  # of the bytes of a member to those it is stored in; deflate reaches 1032
+from gonio.measuring.reading.opened import MOST_UNFOLDED, Listing, Opened, intact
 
 
 def open_numpy(path: Path) -> Opened:
@@ -55,7 +53,7 @@ def _member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tupl
         raise ValueError(f"{plain(info.filename, longest=80)} has a size that is not a natural number")
     if not dtype.hasobject and info.file_size - start != (size := prod(shape) * dtype.itemsize):
         raise ValueError(f"{plain(info.filename, longest=80)} holds {info.file_size - start} bytes, not {size}")
-    if info.file_size > _LARGEST_RATIO * min(info.compress_size, path.stat().st_size) + start:
+    if info.file_size > MOST_UNFOLDED * min(info.compress_size, path.stat().st_size) + start:
         raise ValueError(f"{plain(info.filename, longest=80)} would unfold to {info.file_size} bytes")
     named = "objects of Python" if dtype.hasobject else dtype.name
     said = "" if dtype_named(named) is not None else no_dtype(str(dtype))

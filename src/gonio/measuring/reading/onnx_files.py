@@ -23,7 +23,8 @@ from torch import Tensor
 from gonio.errors import GonioError, UnreadableFileError, import_extra, listing
 from gonio.escaping import plain
 from gonio.geometry import Layout
-from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor, dtype_named, wrong_size
+from gonio.measuring.reading.codes import unpacked
+from gonio.measuring.reading.entry import FEW_DIMENSIONS, TABLE, Axes, StoredTensor, dtype_name, dtype_named, wrong_size
 from gonio.measuring.reading.onnx_quantised import OF_RUNTIME, STANDARD, OperatorGraph, dequantise
 from gonio.measuring.reading.opened import Listing, Opened, gaps, intact, link_to_nothing, read_tensor
 
@@ -99,7 +100,7 @@ class _Reader(Listing):
         else:
             values, axes = _NIBBLES.get(kind), self._axes(name, shape)
             load = load if values is None else partial(_of_nibbles, load, shape, values)
-            read_as = "" if values is None else str(values).removeprefix("torch.")
+            read_as = "" if values is None else dtype_name(values)
             self.stored[name] = StoredTensor(shape, dtype, load, read_as, file=file, axes=axes)
 
     def _inside(self, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, Any]:
@@ -108,7 +109,7 @@ class _Reader(Listing):
             held = len(tensor.raw_data)
             said = "" if held == size else wrong_size(held, entries, size)
             return said, partial(_from_bytes, tensor, dtype, shape)
-        name, times = _FIELDS.get(str(dtype).removeprefix("torch."), ("int32_data", 1))
+        name, times = _FIELDS.get(dtype_name(dtype), ("int32_data", 1))
         held = len(getattr(tensor, name))
         said = "" if held == entries * times else f"{held} numbers are stored for {entries} entries"
         return said, partial(_from_numbers, self.path, self.onnx, tensor, dtype, shape)
@@ -139,14 +140,14 @@ class _Reader(Listing):
             return "G704", wrong_size(int(length), prod(shape), size), None, ""
         if begin + size > held:
             return "", self.cut.add(plain(file.name), held, begin + size, name), None, ""
-        said = str(dtype).removeprefix("torch.")
+        said = dtype_name(dtype)
         return "", "", partial(read_tensor, file, begin, size, said, shape), file.name
 
     # --- axes --------------------------------------------------------------------------------------------------------
 
     def _axes(self, name: str, shape: tuple[int, ...]) -> Axes:
         if len(shape) < 2:
-            return Axes(reason="a vector" if shape else "a single number")
+            return Axes(reason=FEW_DIMENSIONS[len(shape)])
         found = list(self.uses(name, tuple(range(len(shape)))))
         if not found or any(axes != found[0] for axes in found) or found[0].order is None:
             users = sorted({node.op_type for node, *_ in self.users.get(name, [])})
@@ -290,8 +291,7 @@ def _of_nibbles(load: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch
 
     References: onnx/onnx, onnx/onnx.proto, TensorProto.int32_data and raw_data; numpy_helper.to_array of the package.
     """
-    packed = load()
-    codes = torch.stack((packed & 15, packed >> 4), -1).reshape(-1)[: prod(shape)].to(dtype)
+    codes = unpacked(load(), 4).reshape(-1)[: prod(shape)].to(dtype)
     codes = codes - 16 * (codes > 7).to(dtype) if dtype.is_signed else codes
     return codes.reshape(shape)
 

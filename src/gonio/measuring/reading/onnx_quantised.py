@@ -15,10 +15,11 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
 from gonio.geometry import Layout
+from gonio.measuring.reading.codes import unpacked
 from gonio.measuring.reading.entry import TABLE, Axes, StoredTensor
 
 STANDARD = ("", "ai.onnx")
@@ -291,18 +292,18 @@ def _numbers(part: StoredTensor) -> Tensor:
 def _packed_values(codes: StoredTensor, how: _Scaled) -> Tensor:
     """As above of packed codes; without zero points it is the middle code. Zero points are packed alike."""
 
-    def unpacked(part: StoredTensor, shape: tuple[int, ...]) -> Tensor:
+    def codes_of(part: StoredTensor, shape: tuple[int, ...]) -> Tensor:
         held = part.load().reshape(prod(shape[:-1]), -1)
-        return _codes(held, how.bits)[:, : shape[-1]].reshape(shape).float()
+        return unpacked(held, how.bits)[:, : shape[-1]].reshape(shape).float()
 
     scale = how.scale.load().float().reshape(how.blocks)
     if how.zero is None:
         zero = torch.full_like(scale, 2.0 ** (how.bits - 1))
     elif how.zero.dtype == "uint8":
-        zero = unpacked(how.zero, how.blocks)
+        zero = codes_of(how.zero, how.blocks)
     else:
         zero = how.zero.load().float().reshape(how.blocks)
-    numbers = unpacked(codes, how.shape)
+    numbers = codes_of(codes, how.shape)
     if how.group is not None:
         group = how.group.load().long()
         if int(group.min()) < 0 or int(group.max()) >= how.blocks[1]:
@@ -314,13 +315,3 @@ def _packed_values(codes: StoredTensor, how: _Scaled) -> Tensor:
         block = numbers.narrow(how.axis, begin, min(how.size, how.shape[how.axis] - begin))
         block.sub_(zero.narrow(how.axis, number, 1)).mul_(scale.narrow(how.axis, number, 1))
     return numbers
-
-
-def _codes(packed: Tensor, bits: int) -> Tensor:
-    """The codes in each row of bytes, one after the other, the lowest bits first; a code may lie in two bytes."""
-    places = range(0, 8, bits) if 8 % bits == 0 else range(0, 8 * bits, bits)
-    words = packed
-    if 8 % bits:  # eight codes in so many bytes as a code has bits
-        filled = nn.functional.pad(packed, (0, -packed.shape[1] % bits)).unflatten(1, (-1, bits)).long()
-        words = (filled << (8 * torch.arange(bits, device="cpu"))).sum(-1)
-    return torch.stack([(words >> place & (2**bits - 1)).to(torch.uint8) for place in places], -1).flatten(1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from io import RawIOBase
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -198,6 +199,19 @@ class Listing:
         return Opened(self.stored, tuple(self.others), notes, self.beside, problems, optimizer=states)
 
 
+MOST_UNFOLDED = 1100  # bytes of values to a byte in which they are compressed; deflate reaches 1032
+
+
+def naturals(value: Any) -> tuple[int, ...]:
+    """The sizes of a tensor as a file states them.
+
+    Raises: ValueError for anything else than a list of natural numbers.
+    """
+    if not isinstance(value, (tuple, list)) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        raise ValueError("a size is no list of natural numbers")
+    return tuple(value)
+
+
 # --- bytes of a file --------------------------------------------------------------------------------------------------
 
 
@@ -260,15 +274,22 @@ def intact(path: Path) -> Iterator[None]:
 _OF_SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENXIO, errno.ENODEV}
 
 
+def of_system(path: Path, error: BaseException) -> RefusedFileError | None:
+    """The error for a file that the system does not read; None where its content is at fault."""
+    if not isinstance(error, OSError) or error.errno not in _OF_SYSTEM:
+        return None
+    do = say("Check the permissions.") if error.errno in (errno.EACCES, errno.EPERM) else say("Check the disk.")
+    return RefusedFileError(str(path), say("the system refuses it ({why})", why=os.strerror(error.errno)), do)
+
+
 def damaged(path: Path, error: BaseException) -> UnreadableFileError:
     """The error for a file that its reader refuses, or whose content is of another kind.
 
     Raises:
         RefusedFileError: where the system does not read it, so that nothing is known of its content.
     """
-    if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
-        do = say("Check the permissions.") if error.errno in (errno.EACCES, errno.EPERM) else say("Check the disk.")
-        raise RefusedFileError(str(path), say("the system refuses it ({why})", why=os.strerror(error.errno)), do)
+    if (refused := of_system(path, error)) is not None:
+        raise refused
     said = f"it is not an intact file of its kind ({str(error)[:300]})"
     return misnamed(path) or UnreadableFileError(str(path), said, say("Copy or download it again."))
 
@@ -321,9 +342,9 @@ def packed_in(path: Path) -> tuple[str, str] | None:
             packed = archive.next() is not None  # a file of zeros is an empty archive too
     except Exception:  # a damaged compressed one may raise anything
         packed = False
-    return (
-        (say("it is an archive of files (tar)"), say("Unpack it, and name the checkpoint in it.")) if packed else None
-    )
+    if not packed:
+        return None
+    return say("it is an archive of files (tar)"), say("Unpack it, and name the checkpoint in it.")
 
 
 def _kind(path: Path) -> tuple[str, tuple[str, ...]] | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gonio.editing.optimizer_states import is_joint, state_powers
 from gonio.errors import listing
 from gonio.escaping import plain
-from gonio.measuring.reading.entry import StoredTensor, clean_names
+from gonio.measuring.reading.entry import StoredTensor, clean_names, layer_path
 from gonio.messages import Message, counted, say
 
 FORM = {"state", "param_groups"}  # the keys of `torch.optim.Optimizer.state_dict()`
@@ -55,7 +55,7 @@ class ParameterState:
     @property
     def path(self) -> str:
         """The layer's path for its weight, the weight's name for another one, the place where it is not known."""
-        return self.name.removesuffix(".weight") or self.place
+        return layer_path(self.name) or self.place
 
 
 @dataclass(frozen=True)

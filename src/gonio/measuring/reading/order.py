@@ -140,8 +140,24 @@ def in_depth_order(shapes: Mapping[str, Sequence[int]], vocabulary: int | None =
 _BLOCKS = 4  # at least so many, of which the first and the last may differ
 _TENSORS = 4  # that the others have in common, at least: a block is more than one layer
 _MOST = 2  # that one block lacks
-_Times = tuple[Sequence[int] | None, int]  # a shape, and how often it is there
+_Shape = tuple[int, ...] | None
+_Times = tuple[_Shape, int]  # a shape, and how often it is there
 _DIGITS = 6  # of the number of a block
+
+
+def blocks_in(shapes: Mapping[str, Sequence[int] | None]) -> Mapping[str, Mapping[str, Mapping[str, _Shape]]]:
+    """The lists of numbered blocks: by the path of a list and the number of a block, the shapes of its tensors by name.
+
+    Args:
+        shapes: of all tensors by name; None where it is not known.
+    """
+    lists: dict[str, dict[str, dict[str, _Shape]]] = defaultdict(lambda: defaultdict(dict))
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        for at, part in enumerate(parts[:-1]):
+            if part.isdecimal() and len(part) <= _DIGITS:
+                lists[".".join(parts[:at])][part][".".join(parts[at + 1 :])] = None if shape is None else tuple(shape)
+    return lists
 
 
 def missing_in_blocks(shapes: Mapping[str, Sequence[int] | None], known: Iterable[Problem]) -> list[Problem]:
@@ -152,16 +168,16 @@ def missing_in_blocks(shapes: Mapping[str, Sequence[int] | None], known: Iterabl
         known: problems that are told already; the tensors that they name are missed no second time.
     """
     told = {name for problem in known for name in (problem.path, *problem.tensors)}
-    return [
+    gaps = gaps_in_blocks({**dict.fromkeys(told), **shapes})
+    found = [
         Problem("G714", name, say("not there, and in {blocks} like it", blocks=counted(others, "block")))
-        for name, others in gaps_in_blocks({**dict.fromkeys(told), **shapes})
-    ] + [
-        Problem("G714", name, say("it is {shape}, and transposed in {blocks} like it", shape=shape, blocks=blocks))
-        for name, shape, blocks in (
-            (name, "×".join(map(str, shapes[name] or ())), counted(others, "block"))
-            for name, others in dict(turned_in_blocks(shapes)).items()
-        )
+        for name, others in gaps
     ]
+    for name, others in dict(turned_in_blocks(shapes)).items():
+        size, blocks = "×".join(map(str, shapes[name] or ())), counted(others, "block")
+        said = say("it is {shape}, and transposed in {blocks} like it", shape=size, blocks=blocks)
+        found.append(Problem("G714", name, said))
+    return found
 
 
 def turned_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple[str, int]]:
@@ -177,13 +193,7 @@ def turned_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tup
         >>> list(turned_in_blocks(shapes)), list(turned_in_blocks({**shapes, "h.3.up.weight": (4, 8)}))
         ([], [('h.3.up.weight', 3)])
     """
-    lists: dict[str, dict[str, dict[str, Sequence[int] | None]]] = defaultdict(lambda: defaultdict(dict))
-    for name, shape in shapes.items():
-        parts = name.split(".")
-        for at, part in enumerate(parts[:-1]):
-            if part.isdecimal() and len(part) <= _DIGITS:
-                lists[".".join(parts[:at])][part][".".join(parts[at + 1 :])] = shape if shape is None else tuple(shape)
-    for before, blocks in lists.items():
+    for before, blocks in blocks_in(shapes).items():
         names = next(iter(blocks.values())).keys()
         if len(blocks) < _BLOCKS or len(names) < _TENSORS or any(block.keys() != names for block in blocks.values()):
             continue
@@ -221,21 +231,13 @@ def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple
         >>> list(gaps_in_blocks(dict.fromkeys(names)))
         [('h.2.k.weight', 3)]
     """
-    lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    kernels: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
-    for name, shape in shapes.items():
-        parts = name.split(".")
-        for at, part in enumerate(parts[:-1]):
-            if part.isdecimal() and len(part) <= _DIGITS:
-                before, own_name = ".".join(parts[:at]), ".".join(parts[at + 1 :])
-                lists[before][int(part)].add(own_name)
-                kernels[before, own_name] |= set() if shape is None else {tuple(shape[2:])}
-    for before, blocks in lists.items():
+    for before, named in blocks_in(shapes).items():
+        blocks = {int(number): block for number, block in named.items()}
         numbers, prefix = sorted(blocks), f"{before}." if before else ""
         span = range(numbers[0], numbers[-1] + 1)
         if len(numbers) >= _BLOCKS and len(span) == len(numbers) + 1:
             first = blocks[numbers[0]]
-            if len(first) >= _TENSORS and all(names == first for names in blocks.values()):
+            if len(first) >= _TENSORS and all(block.keys() == first.keys() for block in blocks.values()):
                 yield f"{prefix}{next(number for number in span if number not in blocks)}", len(numbers)
             continue
         if len(numbers) < _BLOCKS or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
@@ -244,7 +246,8 @@ def gaps_in_blocks(shapes: Mapping[str, Sequence[int] | None]) -> Iterator[tuple
         everywhere = sum(count == len(numbers) for count in times.values())
         but_one = {name for name, count in times.items() if count == len(numbers) - 1}
         for number in numbers[1:-1] if but_one else ():
-            lacking, own = but_one - blocks[number], any(times[name] == 1 for name in blocks[number])
-            alike = all(len(kernels[before, name]) <= 1 for name in lacking)
+            lacking, own = but_one - blocks[number].keys(), any(times[name] == 1 for name in blocks[number])
+            held = [[one[name] for one in blocks.values() if name in one] for name in lacking]
+            alike = all(len({shape[2:] for shape in each if shape is not None}) <= 1 for each in held)  # the kernels
             if 0 < len(lacking) <= _MOST and everywhere + len(lacking) >= _TENSORS and not own and alike:
                 yield from ((f"{prefix}{number}.{name}", len(numbers) - 1) for name in sorted(lacking))

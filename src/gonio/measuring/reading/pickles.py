@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gonio.escaping import plain
+from gonio.measuring.reading.entry import dtype_name
 from gonio.measuring.reading.opened import fill, read_tensor
 
 _OPCODES = (  # noqa: SIM905
@@ -319,7 +320,7 @@ class StoredPart:
     def of(cls, args: tuple[Any, ...], own: torch.dtype | None = None) -> StoredPart:
         """A tensor by the arguments of its function; of a storage of bytes with a dtype of its own."""
         (dtype, key), offset, shape, strides = args[:4]
-        dtype = str(own).removeprefix("torch.") if isinstance(own, torch.dtype) else dtype
+        dtype = dtype_name(own) if isinstance(own, torch.dtype) else dtype
         if any(type(n) is not int or n < 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
             raise ValueError("a tensor's place is no list of natural numbers")
         return cls(dtype, key, offset, tuple(shape), tuple(strides))
@@ -396,12 +397,16 @@ class Archive:
             begin = record_start(file, info, self.begin)
         return begin, begin + info.file_size
 
+    def tensor(self, part: StoredPart) -> Tensor:
+        """A tensor, whose record is compared with its checksum."""
+        found = torch.empty(part.shape, dtype=getattr(torch, part.dtype), device="cpu")
+        self.read(part, found)
+        return found
+
     def entries(self, part: StoredPart) -> Tensor:
         """The entries of a tensor in a row, read from their place; the record's checksum is not compared."""
         if not part.contiguous:
-            found = torch.empty(part.shape, dtype=getattr(torch, part.dtype), device="cpu")
-            self.read(part, found)
-            return found.reshape(-1)
+            return self.tensor(part).reshape(-1)
         begin = self.place(part)[0] + part.offset * part.itemsize
         return read_tensor(self.path, begin, part.bytes, part.dtype, (prod(part.shape),))
 
@@ -413,11 +418,10 @@ class Archive:
         if part.reach > info.file_size:
             raise ValueError(f"a tensor takes {part.reach} bytes, of which {info.file_size} are stored")
         whole = part.contiguous and target.is_contiguous() and part.bytes == info.file_size
-        raw = (
-            target.reshape(-1).view(torch.uint8)
-            if whole
-            else torch.empty(info.file_size, dtype=torch.uint8, device="cpu")
-        )
+        if whole:
+            raw = target.reshape(-1).view(torch.uint8)
+        else:
+            raw = torch.empty(info.file_size, dtype=torch.uint8, device="cpu")
         view = raw.numpy().data
         with self.path.open("rb", buffering=0) as file:
             file.seek(record_start(file, info, self.begin))

@@ -20,7 +20,7 @@ from gonio.measuring.reading.gguf_files import open_gguf
 from gonio.measuring.reading.hdf5_files import open_hdf5
 from gonio.measuring.reading.numpy_files import open_numpy
 from gonio.measuring.reading.onnx_files import open_onnx
-from gonio.measuring.reading.opened import Opened, Problem, link_to_nothing, misnamed, packed_in
+from gonio.measuring.reading.opened import Opened, Problem, link_to_nothing, misnamed, of_system, packed_in
 from gonio.measuring.reading.safetensors_files import open_safetensors
 from gonio.measuring.reading.torch_files import SUFFIXES, open_torch
 from gonio.messages import Message, counted, say
@@ -96,10 +96,9 @@ def open_shards(index: Path) -> Opened:
         *unread,
         *misplaced(wanted, doubled, {shard: _tensors(one, wanted) for shard, one in held.items()}, gone),
     ]
-    strays = any(problem.code == "G703" for problem in problems)
-    notes = (
-        (say("where index and shards differ, the index is followed; of two places in it, the last"),) if strays else ()
-    )
+    notes: tuple[str, ...] = ()
+    if any(problem.code == "G703" for problem in problems):
+        notes = (say("where index and shards differ, the index is followed; of two places in it, the last"),)
     return replace(
         whole,
         stored={name: whole.stored[name] for name in wanted if name in whole.stored},
@@ -196,7 +195,8 @@ def weight_map(index: Path) -> tuple[dict[str, str], list[str], int | None]:
         stated = content["metadata"].get("total_size") if isinstance(content.get("metadata"), dict) else None
     except Exception as error:
         said = f"it is not an index with a weight_map ({str(error)[:300]})"
-        raise misnamed(index) or UnreadableFileError(str(index), said, "Name the shards one by one.") from error
+        refused = of_system(index, error) or misnamed(index)
+        raise refused or UnreadableFileError(str(index), said, "Name the shards one by one.") from error
     for shard in set(placed.values()):
         if said := _elsewhere(index, shard):
             do = "Shards lie beside their index, or in folders there."

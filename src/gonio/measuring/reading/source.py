@@ -27,7 +27,6 @@ from gonio.measuring.reading.adapters import (
     adapters_in,
     entries_of_adapters,
     faults_of,
-    in_every_block,
     may_hold_adapters,
     stated_in_header,
 )
@@ -60,7 +59,7 @@ from gonio.measuring.reading.hub import how_to_fetch, is_address, name_on_hub
 from gonio.measuring.reading.model import entries_of_model
 from gonio.measuring.reading.opened import Opened, Problem, Watched, link_to_nothing, without_values
 from gonio.measuring.reading.optimizers import OptimizerContents, fitted, in_memory, optimizers_in
-from gonio.measuring.reading.order import families, in_depth_order, missing_in_blocks
+from gonio.measuring.reading.order import families, in_depth_order
 from gonio.measuring.reading.shards import (
     KINDS,
     OTHERS,
@@ -78,7 +77,7 @@ from gonio.measuring.reading.shards import (
     without_key,
 )
 from gonio.measuring.reading.state_dicts import open_state, state_in
-from gonio.measuring.reading.stated import unlike_stated
+from gonio.measuring.reading.stated import unlike_others
 from gonio.measuring.reading.torch_files import SUFFIXES, optimizer_files
 from gonio.messages import Message, joined, say
 
@@ -159,6 +158,8 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
         opened, beside, made = Opened({}), Configurations(), entries_of_model(source)
     else:
         opened, beside = _opened(source)
+        if opened.refusal is not None:
+            raise opened.refusal
         headers = {other.name: (other.shape or (), other.dtype) for other in opened.others}
         headers |= {name: (tensor.shape, tensor.dtype) for name, tensor in opened.stored.items()}
         absent = without_values(headers)
@@ -179,28 +180,28 @@ def contents_of(source: Source, base: Source | None = None) -> Contents:
             "Pass the adapters first and the model that they adapt as base, or no base; gonio.measuring.difference "
             "and `gonio measure BASE AFTER` compare two checkpoints.",
         )
-    if adapters:
-        held = {} if base is None else {e.weight_name or e.name: e for e in with_ties(contents_of(base).entries)}
-        added = entries_of_adapters(adapters, held)
-        if base is not None and not any(held.get(e.weight_name or e.name) is e for e in added):
-            raise InvalidArgumentError(
-                "measure(base=) takes the model that the adapters adapt",
-                say(
-                    "{base}, which has none of the weights that they adapt, such as {path}",
-                    base=name_of(base),
-                    path=plain(adapters[0].path),
-                ),
-                "Pass the model that they were trained on as base.",
-            )
-        made += added
+    made += _adapted(adapters, base)
     in_files = isinstance(source, (str, os.PathLike))
     faults = faults_of(adapters, about if in_files else None) if adapters else []
     shapes = {name: each.shape for name, each in opened.stored.items()} | {o.name: o.shape for o in opened.others}
-    gaps = missing_in_blocks(shapes, opened.problems) if not adapters or in_every_block(about) else []
-    gaps += [] if adapters else unlike_stated(shapes, opened.problems, beside, opened.header)
+    gaps = unlike_others(shapes, opened.problems, beside, opened.header, about if adapters else None)
     problems = (*opened.problems, *of_damaged(opened.optimizer), *faults, *gaps, *absent)
     notes = (*opened.notes, *([AS_STORED] if any(e.kind == MATRIX for e in made) else []), *opened.optimizer.notes)
     return Contents(made, notes, tuple(adapters), problems, opened.optimizer, refusal)
+
+
+def _adapted(adapters: list[Adapter], base: Source | None) -> list[TensorEntry]:
+    """The products of adapters, and what they make of the tensors of their base."""
+    held = {} if base is None else {e.weight_name or e.name: e for e in with_ties(contents_of(base).entries)}
+    added = entries_of_adapters(adapters, held)
+    if base is None or any(held.get(e.weight_name or e.name) is e for e in added):
+        return added
+    path = plain(adapters[0].path)
+    raise InvalidArgumentError(
+        "measure(base=) takes the model that the adapters adapt",
+        say("{base}, which has none of the weights that they adapt, such as {path}", base=name_of(base), path=path),
+        "Pass the model that they were trained on as base.",
+    )
 
 
 def configured(
@@ -256,25 +257,22 @@ def _entries(stored: StoredTensors, beside: Configurations, of_adapters: set[str
     """One entry per tensor; a weight of several tensors is the entry of the first, computed from all of them."""
     plainly = {name: tensor for name, tensor in stored.items() if tensor.axes is None}
     suspects = [name for name, t in plainly.items() if name.endswith(ENDINGS) or t.dtype.startswith(DTYPES)]
-    weights = (
-        {part: one for one in stored_weights(suspects, stored, beside.quantisation) for part in one.parts}
-        if suspects or beside.quantisation
-        else {}
-    )
+    several = stored_weights(suspects, stored, beside.quantisation) if suspects or beside.quantisation else []
+    weights = {part: one for one in several for part in one.parts}
     cleaned, shapes = clean_names(stored), {name: tensor.shape for name, tensor in stored.items()}
     inputs_first, tables = stores_inputs_first(shapes), tables_in(shapes)
     read = {name: infer(name, shapes, inputs_first=inputs_first) for name in plainly if name not in weights}
     layers = {name for names in families(shapes) for name in names} | {n for n in shapes if has_bias(n, shapes)}
-    stacks = stacks_in(shapes, [name for name, (layout, *_) in read.items() if layout is None or untold(name, shapes)])
+    stacks = stacks_in(shapes, [name for name, one in read.items() if one.layout is None or untold(name, shapes)])
     for name, tensor in stored.items():
         weight = weights.get(name)
         if tensor.axes is not None:
             yield _by_axes(cleaned[name], tensor, tensor.axes)
         elif weight is None:
-            layout, kind, reason, notes = read[name]
-            kind = LINEAR if kind == TABLE and name in layers else kind
-            notes = (*notes, f"dequantised from {tensor.dtype}") if tensor.values else notes
-            made = tensor.entry(cleaned[name], kind, layout, reason, notes)
+            axes = read[name]
+            kind = LINEAR if axes.kind == TABLE and name in layers else axes.kind
+            notes = (*axes.notes, f"dequantised from {tensor.dtype}") if tensor.values else axes.notes
+            made = tensor.entry(cleaned[name], kind, axes.layout, axes.reason, notes)
             made = replace(made, inferred=True, weight_name=_plain_name(cleaned[name]), table=kind == TABLE)
             made = replace(made, padding=padding_rows(shapes[name], beside.padding, tables))
             made = stacks[name].entry(made) if name in stacks else made
@@ -320,22 +318,15 @@ def _computed(weight: StoredWeight, name: str, shapes: Shapes) -> TensorEntry:
     """The entry of a weight computed from its parts; a stack of matrices is read as one of experts."""
     if weight.stored is None:
         return TensorEntry.unread(name, weight.note)
-    layout, kind, reason, notes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
-    if weight.matrices > 1 or (layout is None and weight.kind == "quantised"):
-        layout, kind, reason = Layout(blocks=weight.matrices), "linear", ""
-    return replace(weight.stored.entry(name, kind, layout, reason, (weight.note, *notes)), inferred=True)
+    axes = infer(weight.name, {**shapes, weight.name: weight.stored.shape})
+    if weight.matrices > 1 or (axes.layout is None and weight.kind == "quantised"):
+        axes = replace(axes, layout=Layout(blocks=weight.matrices), kind="linear", reason="")
+    made = weight.stored.entry(name, axes.kind, axes.layout, axes.reason, (weight.note, *axes.notes))
+    return replace(made, inferred=True)
 
 
 def _opened(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Configurations]:
-    """The tensors, and the configurations in the file's folder."""
-    found = _held(source)
-    if found[0].refusal is not None:
-        raise found[0].refusal
-    return found
-
-
-def _held(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[Opened, Configurations]:
-    """As :func:`_opened`; of a source whose weights are not known, why, and the states of optimizers."""
+    """The tensors, and the configurations beside a file; or why it has no known weights, and the optimizer's states."""
     if isinstance(source, Mapping):
         if (layers := open_layers(source)) is not None:
             return layers, Configurations()
@@ -390,7 +381,7 @@ def optimizer_of(source: Source) -> OptimizerContents:
     if isinstance(source, nn.Module):
         return OptimizerContents()
     try:
-        return _held(source)[0].optimizer
+        return _opened(source)[0].optimizer
     except GonioError:  # damage is a finding of `check`
         return OptimizerContents()
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gonio.escaping import plain
+from gonio.measuring.reading.adapters import in_every_block
 from gonio.measuring.reading.configurations import Configurations
-from gonio.measuring.reading.entry import WRAPPERS
+from gonio.measuring.reading.entry import WRAPPERS, layer_path
 from gonio.measuring.reading.opened import HeaderFacts, Problem
+from gonio.measuring.reading.order import blocks_in, missing_in_blocks
 from gonio.messages import counted, say
 
 _TENSORS = 4  # that blocks have in common, at least
@@ -18,6 +20,23 @@ _INNER = "base_layer"  # of peft, around one layer; networks of other libraries 
 _INCOMPLETE = ("G701", "G702")  # then not all names are known
 _INPUTS = "token_embd.weight"  # the table of tokens, by the names that GGUF has
 _Blocks = Mapping[str, Mapping[str, set[str]]]
+
+
+def unlike_others(
+    shapes: Mapping[str, Sequence[int] | None],
+    known: Iterable[Problem],
+    beside: Configurations,
+    header: HeaderFacts | None,
+    adapting: Mapping[str, Any] | None,
+) -> list[Problem]:
+    """Where tensors are not those of the other blocks, nor those of the configuration.
+
+    Args:
+        adapting: the configuration of the adapters that they are; None without any.
+    """
+    if adapting is None:
+        return [*missing_in_blocks(shapes, known), *unlike_stated(shapes, known, beside, header)]
+    return missing_in_blocks(shapes, known) if in_every_block(adapting) else []
 
 
 def unlike_stated(
@@ -50,16 +69,12 @@ def numbered(names: Iterable[str]) -> _Blocks:
 
     Example:
         >>> from gonio.measuring.reading.stated import numbered
-        >>> {path: dict(blocks) for path, blocks in numbered(["h.0.w", "h.1.w", "norm.w"]).items()}
+        >>> numbered(["h.0.w", "h.1.w", "norm.w"])
         {'h': {'0': {'w'}, '1': {'w'}}}
     """
-    lists: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
-        parts = name.split(".")
-        at = next((at for at, part in enumerate(parts[:-1]) if part.isdecimal()), None)
-        if at is not None:
-            lists[".".join(parts[:at])][parts[at]].add(".".join(parts[at + 1 :]))
-    return lists
+    lists = blocks_in(dict.fromkeys(names)).items()
+    outermost = [(path, blocks) for path, blocks in lists if not any(part.isdecimal() for part in path.split("."))]
+    return {path: {number: set(block) for number, block in blocks.items()} for path, blocks in outermost}
 
 
 def fewer_blocks(lists: _Blocks, stated: int) -> Iterator[Problem]:
@@ -169,7 +184,7 @@ def unlike_header(shapes: Mapping[str, Sequence[int] | None], header: HeaderFact
     table = shapes.get(_INPUTS)
     if header.vocabulary and table and len(table) == 2 and table[0] < header.vocabulary:
         told = {"rows": counted(table[0], "row"), "vocabulary": header.vocabulary}
-        path = _INPUTS.removesuffix(".weight")
+        path = layer_path(_INPUTS)
         yield Problem("G717", path, say("{rows}, and the header lists {vocabulary:,} tokens", **told))
 
 

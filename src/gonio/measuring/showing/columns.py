@@ -11,7 +11,7 @@ from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.figures.usual import FIGURES
 from gonio.measuring.showing.table import Column, figures
 from gonio.messages import counted, local, say
-from gonio.pages.tables import number
+from gonio.pages.tables import number, signed
 
 
 def _norm(t: TensorMeasurement) -> str:
@@ -24,8 +24,7 @@ def _norm_range(t: TensorMeasurement) -> str:
 
 
 def _z(t: TensorMeasurement) -> str:
-    digits = 1 if abs(t.alignment_z or 0) < 100 else 0
-    return figures(f"{{:+.{digits}f}}", "alignment_z")(t).replace("-", "−")
+    return "–" if t.alignment_z is None else signed(t.alignment_z)
 
 
 def _beyond(t: TensorMeasurement) -> str:

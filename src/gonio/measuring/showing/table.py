@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -88,9 +89,8 @@ class Table(Mapping[str, Row], ABC):
         Raises:
             UnknownNameError: with the nearest paths.
         """
-        for tensor in self.tensors:
-            if path in (tensor.path, tensor.name):
-                return tensor
+        if path in self:
+            return self._by_name[path]
         raise UnknownNameError("tensor", str(path)[:80], [tensor.path[:80] for tensor in self.tensors])
 
     def __iter__(self) -> Iterator[str]:
@@ -100,7 +100,12 @@ class Table(Mapping[str, Row], ABC):
         return len(self.tensors)
 
     def __contains__(self, path: object) -> bool:
-        return any(path in (tensor.path, tensor.name) for tensor in self.tensors)
+        return isinstance(path, str) and path in self._by_name
+
+    @cached_property
+    def _by_name(self) -> dict[str, Row]:
+        """The rows by path and by name; of two with the same one the first."""
+        return {key: tensor for tensor in reversed(self.tensors) for key in (tensor.name, tensor.path)}
 
     def __str__(self) -> str:
         return printed(self)

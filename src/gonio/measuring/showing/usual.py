@@ -9,17 +9,13 @@ from gonio.escaping import plain
 from gonio.measuring.figures.tensor import TensorMeasurement
 from gonio.measuring.figures.usual import Usual, UsualLayer, described, known, usual_of
 from gonio.messages import Message, counted, joined, say
-from gonio.pages.tables import number
+from gonio.pages.tables import number, signed
 
 _NAMED = 3  # layers that the sentence names for one figure; of more it has their number
 _SENTENCE = ("alignment", "sigma", "norm_range")  # columns of the sentence: one each of angles, spectrum and norms
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.{1 if abs(value) < 100 else 0}f}".replace("-", "−")
-
-
-_FORMS: Mapping[str, Callable[[float], str]] = {"alignment_z": _signed, "spectrum_outliers": "{:.0%}".format}
+_FORMS: Mapping[str, Callable[[float], str]] = {"alignment_z": signed, "spectrum_outliers": "{:.0%}".format}
 _FIGURES = {"norm_range": "norm_spread", "sigma": "sigma_ratio", "spectrum_outliers": "spectrum_outlier_share"}
 _ALIGN, _SIGMA, _SPREAD = say("align"), say("σ/σ₀"), say("spread of norms")
 _FROM: Mapping[str, tuple[str, Message]] = {  # of a column, the figure with bands from which its range follows

@@ -95,21 +95,16 @@ def equilibrium(optimizer: Optimizer, parameter: Tensor) -> Equilibrium:
     if rule is None:
         return Equilibrium(None, reason=say("the equilibrium of {kind} is not known", kind=kind))
     if missing := [name for name in rule.options if name not in group]:
-        return Equilibrium(
-            None,
-            reason=say(
-                "the equilibrium of {kind} without the option {missing} is not known",
-                kind=kind,
-                missing=listing(missing),
-            ),
-        )
+        told = {"kind": kind, "missing": listing(missing)}
+        why = say("the equilibrium of {kind} without the option {missing} is not known", **told)
+        return Equilibrium(None, reason=why)
     if other := [name for name, usual in rule.only.items() if name in group and group[name] not in usual]:
         what = listing([f"{name}={group[name]!r}" for name in other])
         return Equilibrium(None, reason=say("the equilibrium of {kind} with {what} is not known", kind=kind, what=what))
-    if not float(group["weight_decay"] or 0) or not float(group["lr"] or 0):
-        return Equilibrium(
-            None, reason=say("no weight decay") if float(group["lr"] or 0) else say("the learning rate is 0")
-        )
+    if not float(group["lr"] or 0):
+        return Equilibrium(None, reason=say("the learning rate is 0"))
+    if not float(group["weight_decay"] or 0):
+        return Equilibrium(None, reason=say("no weight decay"))
     balance = rule.balance(group, optimizer.state.get(parameter, {}), parameter)
     if isinstance(balance, str):
         return Equilibrium(None, reason=balance)

@@ -22,7 +22,7 @@ from gonio.geometry.blocks import NormSummary
 from gonio.geometry.norms import computed_in, least_norm
 from gonio.geometry.views import view_shape
 from gonio.measuring.figures.tensor import TensorMeasurement, norm_figures
-from gonio.measuring.reading.entry import TensorEntry
+from gonio.measuring.reading.entry import TensorEntry, dtype_name
 from gonio.messages import say
 
 BLOCK = 1 << 22  # entries that are widened at once
@@ -145,7 +145,7 @@ def norms_of_shards(entry: TensorEntry, weight: Any, sums: ShardSums) -> Callabl
     """The measurement of a sharded weight by sums over its shards, after these are added."""
     layout, reason = entry.layout, why_not(weight, entry.layout)
     row: dict[str, Any] = {"name": entry.name, "path": entry.path, "kind": entry.kind, "shape": tuple(weight.shape)}
-    row |= {"notes": entry.notes, "dtype": str(weight.dtype).removeprefix("torch."), "entries": prod(weight.shape)}
+    row |= {"notes": entry.notes, "dtype": dtype_name(weight.dtype), "entries": prod(weight.shape)}
     if reason or layout is None:
         return lambda: TensorMeasurement(**row, status="skipped", reason=reason)
     part = local(weight)

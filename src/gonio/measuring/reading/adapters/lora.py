@@ -269,9 +269,8 @@ def with_norms(total: Tensor, norms: Tensor) -> Tensor:
     References:
         [1] S.-Y. Liu et al., "DoRA: weight-decomposed low-rank adaptation", 2024, equation (5). arXiv 2402.09353
     """
-    inputs = (
-        norms.ndim > 1 and norms.shape[0] == 1 and norms.shape[1] == total.shape[1] != norms.numel() // total.shape[0]
-    )
+    row = norms.ndim > 1 and norms.shape[0] == 1
+    inputs = row and norms.shape[1] == total.shape[1] != norms.numel() // total.shape[0]
     matrix = total.transpose(0, 1) if inputs else total
     if norms.numel() != len(matrix):
         raise Unfit(say("the adapter has {norms} norms for {n} filters", norms=norms.numel(), n=len(matrix)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.measuring.reading.codes import unpacked
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
 from gonio.measuring.reading.formats import Format, StoredTensors, StoredWeight, computed, present
 
@@ -51,7 +52,8 @@ def _four_bit_values(parts: StoredTensors, about: Mapping[str, Any]) -> Tensor:
             torch.arange(len(steps), device="cpu") // int(about["nested_blocksize"])
         ]
         scales = steps * coarse + float(about["nested_offset"])
-    made = read[".quant_map"].flatten().float()[halves(read[""].flatten().view(torch.uint8), high_first=True)]
+    codes = unpacked(read[""].flatten(), 4).unflatten(-1, (-1, 2)).flip(-1).flatten()
+    made = read[".quant_map"].flatten().float()[codes.int()]
     entries, size = prod(about["shape"]), about["blocksize"]
     _check("4-bit blocks of scales", -(-entries // size), len(scales))
     _check("4-bit codes", entries + entries % 2, len(made))
@@ -61,12 +63,6 @@ def _four_bit_values(parts: StoredTensors, about: Mapping[str, Any]) -> Tensor:
         made[whole:entries].mul_(scales[-1])
     stored_as = dtype_named(str(about.get("dtype"))) or torch.float32
     return made[:entries].to(stored_as).reshape(*about["shape"])
-
-
-def halves(codes: Tensor, *, high_first: bool) -> Tensor:
-    """Both 4-bit codes of each byte, side by side."""
-    high, low = (codes >> 4).int(), (codes & 15).int()
-    return torch.stack((high, low) if high_first else (low, high), -1).flatten(-2)
 
 
 def _check(what: str, expected: int, found: int) -> None:

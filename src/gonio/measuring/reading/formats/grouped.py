@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gonio.errors import InvalidArgumentError
+from gonio.measuring.reading.codes import unpacked
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed, present
 
@@ -76,8 +77,8 @@ def _gptq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> T
         [1] E. Frantar et al., "GPTQ: accurate post-training quantization for generative pre-trained
         transformers", 2022. arXiv 2210.17323
     """
-    codes = unpacked(parts["qweight"].load().mT, bits)  # (outputs, inputs)
-    zeros = unpacked(parts["qzeros"].load(), bits).mT.float()  # (outputs, groups)
+    codes = unpacked(parts["qweight"].load().int().mT, bits)  # (outputs, inputs)
+    zeros = unpacked(parts["qzeros"].load().int(), bits).mT.float()  # (outputs, groups)
     middle, less_one = 2 ** (bits - 1), (about.get("checkpoint_format") or about.get("format")) != "gptq_v2"
     if about.get("sym") is True and (zeros[0, 0] in (middle - 1, middle)) and (zeros == zeros[0, 0]).all():
         less_one = bool(zeros[0, 0] == middle - 1)
@@ -102,7 +103,7 @@ def _awq_values(parts: StoredTensors, bits: int, about: Mapping[str, Any]) -> Te
         [1] J. Lin et al., "AWQ: activation-aware weight quantization for LLM compression and acceleration",
         2023. arXiv 2306.00978
     """
-    packed = (unpacked(parts[name].load(), bits).unflatten(-1, (-1, 8)) for name in ("qweight", "qzeros"))
+    packed = (unpacked(parts[name].load().int(), bits).unflatten(-1, (-1, 8)) for name in ("qweight", "qzeros"))
     codes, zeros = (numbers[..., list(_AWQ_ORDER)].flatten(-2).float() for numbers in packed)
     scales = parts["scales"].load().float()
     group = _in_turn(codes.shape[0], scales.shape[0], about)
@@ -113,17 +114,6 @@ def _in_turn(inputs: int, groups: int, about: Mapping[str, Any]) -> Tensor:
     """The group of each input, in order; the last group may have fewer inputs than the stated size."""
     size = about.get("group_size", about.get("q_group_size"))
     return torch.arange(inputs, device="cpu") // (size if type(size) is int and size > 0 else -(-inputs // groups))
-
-
-def unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The codes in the last dimension's int32 numbers, the lowest bits first; 32 codes of 3 bits in three numbers."""
-    if 32 % bits == 0:
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device="cpu")
-        return ((packed.int().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
-    words = packed.long() & 0xFFFFFFFF
-    pairs = words | (words.roll(-1, -1) << 32)  # a code may end in the next number
-    starts = torch.arange(0, 32 * packed.shape[-1], bits, device="cpu")
-    return ((pairs[..., starts // 32] >> (starts % 32)) & (2**bits - 1)).int()
 
 
 # --- MLX: codes along the inputs, an offset for each group ------------------------------------------------------------
@@ -160,7 +150,7 @@ def _affine_values(
 
     References: [1] MLX, documentation of `mlx.core.quantize`, mode "affine".
     """
-    numbers = unpacked(codes.load().view(torch.int32), bits).float()
+    numbers = unpacked(codes.load(), bits).float()
     grouped = numbers.unflatten(-1, (scales.shape[-1], -1))
     factors, shifts = (part.load().float().unsqueeze(-1) for part in (scales, offsets))
     return grouped.mul_(factors).add_(shifts).reshape(shape)

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import GonioError
-from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
-from gonio.measuring.reading.formats.bitsandbytes import halves
-from gonio.measuring.reading.formats.grouped import unpacked
-from gonio.measuring.reading.formats.scaled import fp4_values, fp6_values
+from gonio.measuring.reading.codes import fp4_values, fp6_values, unpacked
+from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed, numbers_in
 
 _BITS = range(2, 9)
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
@@ -60,10 +57,9 @@ def _integers(parts: StoredTensors, stated: set[int]) -> tuple[int, int] | None:
         return None
     if parts["weight_packed"].dtype != "int32":
         return None
-    try:
-        (rows, words), (row, columns) = parts["weight_packed"].shape, shape.load().tolist()
-    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
+    if (told := numbers_in(shape)) is None:
         return None
+    (rows, words), (row, columns) = parts["weight_packed"].shape, told
     bits = [n for n in _BITS if -(-columns * n // 32) == words and n in (stated or _BITS)]
     groups, zeros, order = parts["weight_scale"].shape[1], parts.get("weight_zero_point"), parts.get("weight_g_idx")
     if row != rows or len(bits) != 1 or not groups or columns % groups or "weight_global_scale" in parts:
@@ -125,14 +121,8 @@ def _float_values(parts: StoredTensors, bits: int, columns: int) -> Tensor:
         scales = scales / parts["weight_global_scale"].load().float().reshape(())
     if "factor" in parts:
         scales = scales * parts["factor"].load().float().reshape(())
-    packed = parts["weight_packed"].load()
-    if bits == 4:
-        values = fp4_values(halves(packed, high_first=False))
-    else:  # four codes in three bytes, of 2 bits of exponent and 3 of mantissa
-        triples = packed.int().unflatten(-1, (-1, 3)) << torch.tensor([0, 8, 16], device="cpu")
-        values = fp6_values(
-            (triples.sum(-1, keepdim=True) >> torch.tensor([0, 6, 12, 18], device="cpu") & 63).flatten(-2), 2
-        )
+    codes = unpacked(parts["weight_packed"].load(), bits)[:, :columns]
+    values = fp4_values(codes) if bits == 4 else fp6_values(codes, 2)
     return values.unflatten(-1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1)).flatten(-2)
 
 

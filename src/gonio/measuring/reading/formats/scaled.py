@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gonio.measuring.reading.codes import fp4_values, unpacked
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
-from gonio.measuring.reading.formats.bitsandbytes import halves
 
 BLOCK = 128  # rows and columns of a block where neither the shapes nor the configuration tell
 LARGEST_BLOCK = 1 << 20
@@ -201,8 +201,6 @@ def _spread(part: Tensor, shape: tuple[int, ...], blocks: tuple[int, ...]) -> Te
 
 # --- MXFP4 ------------------------------------------------------------------------------------------------------------
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
 
 def _microscaled(name: str, stored: StoredTensors, _: Mapping[str, Any]) -> StoredWeight | None:
     path = name.removesuffix("_blocks")
@@ -224,27 +222,7 @@ def _mxfp4_values(codes: StoredTensor, scales: StoredTensor, shape: tuple[int, i
         [1] Open Compute Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.3 and §6.3.
     """
     powers = scales.load().to(torch.int32) - 127
-    return torch.ldexp(fp4_values(halves(codes.load(), high_first=False)), powers.unsqueeze(-1)).reshape(shape)
-
-
-def fp4_values(codes: Tensor) -> Tensor:
-    """The numbers that codes of 4 bits stand for: a sign, 2 bits of exponent and 1 of mantissa."""
-    return torch.tensor([*_FP4, *(-value for value in _FP4)], device="cpu")[codes]
-
-
-def fp6_values(codes: Tensor, exponent: int) -> Tensor:
-    """The numbers that codes of 6 bits stand for: a sign, 2 or 3 bits of exponent, and the others of mantissa.
-
-    References:
-        [1] Open Compute Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, §5.3.2.
-    """
-    mantissa = 5 - exponent
-    bias, steps = 2 ** (exponent - 1) - 1, torch.arange(32, device="cpu")
-    powers, rest = (steps >> mantissa), (steps & (2**mantissa - 1)) / 2**mantissa
-    table = torch.where(
-        powers > 0, torch.ldexp(1 + rest, powers - bias), torch.ldexp(rest, torch.tensor(1 - bias, device="cpu"))
-    )
-    return torch.cat((table, -table))[codes.int()]
+    return torch.ldexp(fp4_values(unpacked(codes.load(), 4)), powers.unsqueeze(-1)).reshape(shape)
 
 
 FORMATS = (Format(scaled, dtypes=("float8", "int8")), Format(_microscaled, ("_blocks",)))

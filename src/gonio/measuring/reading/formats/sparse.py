@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import GonioError, InvalidArgumentError
+from gonio.errors import InvalidArgumentError
 from gonio.measuring.reading.entry import StoredTensor
-from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, plain_floats
+from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, numbers_in, plain_floats
 from gonio.measuring.reading.formats.scaled import scaled
 
 _PARTS = ("compressed", "bitmask", "shape", "row_offsets")
@@ -51,11 +51,8 @@ def _shape(stored: StoredTensor) -> tuple[int, ...]:
     """The numbers of a shape; empty if it holds none."""
     if stored.dtype not in ("int32", "int64") or not 0 < stored.entries <= _DIMS:
         return ()
-    try:
-        found = stored.load().flatten().tolist()
-    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file, or a tensor without values
-        return ()
-    return tuple(found) if all(n > 0 for n in found) else ()
+    found = tuple(numbers_in(stored) or ())
+    return found if all(n > 0 for n in found) else ()
 
 
 def _unfit(parts: StoredTensors, shape: tuple[int, ...]) -> str:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gonio.errors import GonioError
 from gonio.measuring.reading.entry import StoredTensor, dtype_named
-from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed
+from gonio.measuring.reading.formats import FileTensors, Format, StoredTensors, StoredWeight, computed, numbers_in
 
 _LARGEST_FACT = 64  # entries of a tensor that is a number, a shape or a word
 # Of each packing of HQQ: the dtype that is packed, and the lowest bit of each code in the order of the rows.
@@ -93,11 +92,9 @@ def _told(layer: StoredTensors, codes: str, inside: Mapping[str, StoredTensors])
     Raises:
         ValueError: with what keeps them from being computed.
     """
-    try:
-        held = {fact: layer[fact] for fact in _FACTS if fact in layer}
-        facts = {fact: one.load().flatten().tolist() for fact, one in held.items() if one.entries <= _LARGEST_FACT}
-    except (GonioError, RuntimeError, ValueError, OSError):  # a damaged file
-        facts = {}
+    stored = {fact: layer[fact] for fact in _FACTS if fact in layer and layer[fact].entries <= _LARGEST_FACT}
+    facts = {fact: told for fact, one in stored.items() if (told := numbers_in(one)) is not None}
+    facts = facts if len(facts) == len(stored) else {}  # of a damaged file
     if any(type(n) is not int or n < 0 for fact in facts.values() for n in fact) or not all(facts.values()):
         raise ValueError("its shape, groups or packing are no natural numbers")
     shape, axis = facts.get("shape", []), facts.get("axis", [])

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gonio.measuring.reading.codes import fp4_values, fp6_values, unpacked
 from gonio.measuring.reading.entry import StoredTensor
 from gonio.measuring.reading.formats import FileTensors, Format, StoredWeight, computed
-from gonio.measuring.reading.formats.bitsandbytes import halves
-from gonio.measuring.reading.formats.scaled import coded, fp4_values, fp6_values
+from gonio.measuring.reading.formats.scaled import coded
 
 _CODES, _POWERS = "_qdata", "float8_e8m0fnu"
 _BLOCK = {_POWERS: 32, "float8_e4m3fn": 16}  # of MX and of NVFP4
@@ -101,7 +101,7 @@ def _block_values(
     elif exponent:
         values = fp6_values(held, exponent)
     else:
-        values = fp4_values(halves(held, high_first=False))
+        values = fp4_values(unpacked(held, 4))
     rows, columns = prod(shape[:-1]), shape[-1] // block
     factors = scale.load().float()
     if factors.shape != (*shape[:-1], columns):
@@ -139,7 +139,7 @@ def _int4_values(codes: StoredTensor, scale: StoredTensor, zero: StoredTensor) -
 
     References: [1] torchao, `Int4Tensor`; the codes are those of `int4_row_quantize_zp` of FBGEMM.
     """
-    numbers = halves(codes.load().view(torch.uint8), high_first=False).float()
+    numbers = unpacked(codes.load(), 4).float()
     numbers = torch.where(numbers > 7, numbers - 16, numbers)
     factors, shifts = (part.load().float().mT.unsqueeze(-1) for part in (scale, zero))
     return numbers.unflatten(-1, (factors.shape[-2], -1)).mul_(factors).add_(shifts).flatten(-2)
