@@ -163,7 +163,7 @@ def compare(
     """
     defaults = {parameter.name: parameter.default for parameter in context.command.params}
     given = {name: value for name in _DECIDING if (value := context.params[name]) != defaults[name]}
-    _check(recipes or [], given)
+    _check(context, recipes or [], given)
     _check_engine(engine, cpus, gpus)
     if engine == "local" and not dry_run:
         from gonio.lab.running.engines.local import server_running
@@ -194,7 +194,7 @@ def compare(
         _run(plan, output, _engine(engine, jobs, cpus, gpus, devices), run_timeout=run_timeout)
 
 
-def _check(recipes: list[str], given: Mapping[str, Any]) -> None:
+def _check(context: typer.Context, recipes: list[str], given: Mapping[str, Any]) -> None:
     """Refuse options that cannot be combined, before the first run."""
     if "self_test" in given and recipes:
         named = ", ".join(recipes)
@@ -202,6 +202,8 @@ def _check(recipes: list[str], given: Mapping[str, Any]) -> None:
     if "script" not in given and not given.keys().isdisjoint(_OF_SCORE):
         what = "--metric, --unit, --direction and --sesoi describe the score of a script"
         raise InvalidArgumentError(what, "no --script", "A task has its own; leave them out.")
+    if "script" in given:
+        options.refuse_unused(context, "workers", say("--script, which loads its own data"))
     if "script" in given and not given.keys().isdisjoint(_OF_TRAINING):
         named = ", ".join(_option(name) for name in given if name in _OF_TRAINING)
         raise InvalidArgumentError(

@@ -78,6 +78,9 @@ def reproduce(
     from gonio.lab.claims.experiment import command_of
 
     check_folders({"json": json}, [*(names or []), task, model, data])
+    if json is not None and (list_claims or dry_run):
+        found = "--list" if list_claims else "--dry-run"
+        raise InvalidArgumentError("--json writes the verdicts of runs", found, "Leave one of them out.")
     claims: Sequence[Claim] = load_claims(names or ())
     called = {claim.name: name for name, claim in zip(dict.fromkeys(names or ()), claims, strict=False)}
     if list_claims:
