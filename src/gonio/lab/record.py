@@ -133,6 +133,13 @@ class RunRecord:
         return asdict(self)
 
 
+def trouble(record: RunRecord) -> str | None:
+    """One line about a run that did not finish, else None."""
+    if record.status == "finished":
+        return None
+    return f"{record.recipe}, seed {record.seed}: {record.status}: {record.error}"
+
+
 @torch.no_grad()
 def filter_summary(model: nn.Module) -> dict[str, Any]:
     """Filter norms and pairwise angles of every linear and convolutional layer.
