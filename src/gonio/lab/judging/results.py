@@ -363,7 +363,7 @@ def _effect(
         reason=seen.reason,
         failed=statuses.count("failed"),
         diverged=statuses.count("diverged"),
-        improvement=improvement(seen.values, plan.direction),
+        improvement=float(improvement(plan.sign * np.asarray(seen.values))) if seen.values else None,
         differences=seen.values,
         seeds=tuple(seeds),
         step_time=step_time,
