@@ -304,12 +304,18 @@ def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | N
         print_out(f"\n{tested}")
         if not tested.passed:
             raise typer.Exit(ExitCode.FINDING)
-    runs, refused = counted(len(results.runs), "run"), sum(run.refused for run in results.runs)
-    if lost := results.failed - refused:
+    refused = sum(run.refused for run in results.runs)
+    exit_if_partial(len(results.runs), failed=results.failed, refused=refused, missing=results.missing)
+
+
+def exit_if_partial(done: int, *, failed: int, refused: int, missing: int) -> None:
+    """Exit with 4 if runs failed, of so many that were done, or are missing; those that gonio refused fail again."""
+    runs = counted(done, "run")
+    if lost := failed - refused:
         print_err(say("{failed} of {runs} failed; rerun the same command to try again", failed=lost, runs=runs))
     if refused:
         print_err(
             say("runs that were refused, as they would be again: {refused} of {runs}", refused=refused, runs=runs)
         )
-    if results.failed or results.missing:
+    if failed or missing:
         raise typer.Exit(ExitCode.PARTIAL)
