@@ -207,6 +207,10 @@ REFUSED = {
             *("scale-shift --script own_fit.py:train --epochs 3", 2),
             "--epochs: the training is gonio's; found --script beside",
         ),
+        (
+            *("scale-shift --script own_fit.py:train --workers 2", 2),
+            "--workers has no effect here; found --script, which loads its own data",
+        ),
         ("scale-shift --script own_fit.py:train --robust", 2, "--robust with --script needs --epsilon"),
         ("scale-shift --script absent.py:train", 2, "no file"),
         ("scale-shift --direction min", 2, "describe the score of a script; found no --script"),
@@ -223,6 +227,8 @@ REFUSED = {
         ("gain-tanh --model digits-cnn", 2, "differ in arguments of deep-mlp"),
         ("bn-falls --data nowhere", 2, "needs the file train-images-idx3-ubyte.gz"),
         ("gain-tanh --seeds 0", 2, "Invalid value for '--seeds'"),
+        ("gain-tanh --list --json out.json", 2, "--json writes the verdicts of runs; found --list"),
+        ("gain-tanh --dry-run --json out.json", 2, "--json writes the verdicts of runs; found --dry-run"),
     ],
 }
 

@@ -126,6 +126,14 @@ def test_a_number_of_a_file_is_a_finite_number(folder: Path, value: str) -> None
     assert settings("compare")["lr"] == ("1.0", "gonio.toml")
 
 
+@pytest.mark.parametrize("command", ["compare", "reproduce", "cost", "measure"])
+def test_every_command_refuses_a_table_that_does_not_exist(folder: Path, command: str) -> None:
+    (folder / "gonio.toml").write_text("[comapre]\nseeds = 3\n")
+    result = invoke(command, "--show-settings")
+    assert "the file has no key 'comapre'; did you mean compare" in result.stderr
+    assert result.exit_code == 3
+
+
 def test_a_script_is_named_on_the_command_line_alone(folder: Path) -> None:
     (folder / "gonio.toml").write_text('[compare]\nscript = "mine"\n')
     assert "[compare] script names code" in invoke("compare").stderr

@@ -207,6 +207,12 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("resources", [{"cpus": float("nan")}, {"gpus": float("nan")}, {"cpus": 0.0}, {"gpus": -1.0}])
+def test_resources_that_are_no_positive_number(resources: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgumentError, match="a run needs cpus above 0, gpus from 0 on"):
+        Ray(**resources)
+
+
 @pytest.mark.slow
 def test_a_run_that_no_node_has_room_for(cluster: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"a run of 64 CPUs and 0 GPUs needs a node.*Ask for less, or add"):

@@ -149,16 +149,26 @@ def test_many_values_of_another_type(studies: dict[str, Path], tmp_path: Path) -
 @pytest.mark.parametrize(
     "new",
     [{"score": [1]}, {"score": "x"}, {"extra": 1}, {"curve": [1]}, {"curve": {"val_score": 3}}, {"status": "won"},
-     {"geometry": {"layers": {"a": 1}}}, {"robustness": {"pgd": []}}, {"seed": 99}],
+     {"geometry": {"layers": {"a": 1}}}, {"robustness": {"pgd": []}}, {"seed": 99}, {"recipe": "other"},
+     {"score": float("inf")}, {"score": float("nan")}, {"metrics": {"loss": float("nan")}},
+     {"costs": {"memory": float("inf")}}],
 )  # fmt: skip
 def test_a_record_with_a_wrong_value_is_a_damaged_row(copied: Path, new: dict[str, Any]) -> None:
     rewrite(copied, "runs", lambda r: [*r[:3], json.dumps({**json.loads(r[3]), **new}), *r[4:]])
     study = Study.open(copied)
     assert not study.runs()
     assert len(study.damaged()) == 4
-    said = CliRunner().invoke(app, ["report", str(copied)])
-    assert said.exit_code == 0
-    assert "damaged" in said.output.lower()
+    for command in ("report", "status"):
+        said = CliRunner().invoke(app, [command, str(copied)])
+        assert said.exit_code == 0
+        assert "damaged" in said.output.lower()
+
+
+def test_a_row_that_cannot_be_read_is_removed_where_the_study_says_so(copied: Path) -> None:
+    rewrite(copied, "runs", lambda r: [*r[:3], "{}", *r[4:]])
+    made = Study.create(copied, Study.open(copied).plan)
+    assert len(made.discarded) == 4
+    assert not made.damaged()
 
 
 def test_deep_json_in_a_row_and_in_the_plan(copied: Path) -> None:

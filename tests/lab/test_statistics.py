@@ -93,10 +93,8 @@ def test_correlation_is_scipys_and_undefined_without_variance() -> None:
     assert correlation([1.0, 2.0], [1.0, 2.0]) is None
 
 
-def test_improvement_follows_the_direction() -> None:
-    assert improvement([1.0, 2.0, -1.0, 0.0], "max") == 0.625
-    assert improvement([1.0, 2.0, -1.0, 0.0], "min") == 0.375
-    assert improvement([], "max") is None
+def test_ties_count_half_of_an_improvement() -> None:
+    assert improvement([[1.0, 2.0, -1.0, 0.0], [-1.0, -2.0, 1.0, 0.0]]).tolist() == [0.625, 0.375]
 
 
 @pytest.mark.parametrize(

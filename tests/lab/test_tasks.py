@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import struct
 import sys
@@ -263,6 +264,16 @@ def test_a_data_set_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert task.sizes == {"num_classes": 10, "in_channels": 1}
     monkeypatch.chdir(tmp_path)
     assert resolve("torchvision:FashionMNIST").digest() == task.digest()
+
+
+def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
+    write_fashion_mnist(tmp_path)
+    raw = tmp_path / "FashionMNIST" / "raw"
+    packed = bytearray(gzip.compress((raw / "train-images-idx3-ubyte").read_bytes()))
+    packed[10:30] = b"\xff" * 20
+    (raw / "train-images-idx3-ubyte.gz").write_bytes(packed)
+    with pytest.raises(UnreadableFileError, match="train-images-idx3-ubyte': cannot be read; it is not an IDX file"):
+        resolve(f"fashion-mnist:{raw}")
 
 
 def test_a_data_set_that_is_not_there_is_not_downloaded(tmp_path: Path) -> None:

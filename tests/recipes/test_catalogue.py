@@ -16,6 +16,7 @@ from gonio.errors import RecipeError, UnknownNameError
 from gonio.nn import angular, magnitude
 from gonio.recipes import Recipe
 from gonio.recipes.catalogue import TRAINING, VERBS, catalogue, find, objects_of
+from gonio.surgery.swap import accepted_layers
 
 # One layer of each kind that a converter takes.
 LAYERS = [
@@ -45,7 +46,7 @@ def named(verb: str, use: str) -> Recipe:
 
 def model_for(verb: str, use: str) -> nn.Sequential:
     """One layer that the verb can act on, and one that it is told to leave alone."""
-    accepts = catalogue(verb)[use].accepts or (nn.Conv2d,)
+    accepts = accepted_layers(catalogue(verb)[use].target) if verb == "swap" else (nn.Conv2d,)
     layer = next(layer for layer in LAYERS if type(layer) in accepts)
     return nn.Sequential(type(layer)(*_arguments(layer)), nn.Identity())
 

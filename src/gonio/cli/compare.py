@@ -163,7 +163,7 @@ def compare(
     """
     defaults = {parameter.name: parameter.default for parameter in context.command.params}
     given = {name: value for name in _DECIDING if (value := context.params[name]) != defaults[name]}
-    _check(recipes or [], given)
+    _check(context, recipes or [], given)
     _check_engine(engine, cpus, gpus)
     if engine == "local" and not dry_run:
         from gonio.lab.running.engines.local import server_running
@@ -194,7 +194,7 @@ def compare(
         _run(plan, output, _engine(engine, jobs, cpus, gpus, devices), run_timeout=run_timeout)
 
 
-def _check(recipes: list[str], given: Mapping[str, Any]) -> None:
+def _check(context: typer.Context, recipes: list[str], given: Mapping[str, Any]) -> None:
     """Refuse options that cannot be combined, before the first run."""
     if "self_test" in given and recipes:
         named = ", ".join(recipes)
@@ -202,6 +202,8 @@ def _check(recipes: list[str], given: Mapping[str, Any]) -> None:
     if "script" not in given and not given.keys().isdisjoint(_OF_SCORE):
         what = "--metric, --unit, --direction and --sesoi describe the score of a script"
         raise InvalidArgumentError(what, "no --script", "A task has its own; leave them out.")
+    if "script" in given:
+        options.refuse_unused(context, "workers", say("--script, which loads its own data"))
     if "script" in given and not given.keys().isdisjoint(_OF_TRAINING):
         named = ", ".join(_option(name) for name in given if name in _OF_TRAINING)
         raise InvalidArgumentError(
@@ -302,12 +304,18 @@ def _run(plan: StudyPlan, study: Path, engine: Engine, *, run_timeout: float | N
         print_out(f"\n{tested}")
         if not tested.passed:
             raise typer.Exit(ExitCode.FINDING)
-    runs, refused = counted(len(results.runs), "run"), sum(run.refused for run in results.runs)
-    if lost := results.failed - refused:
+    refused = sum(run.refused for run in results.runs)
+    exit_if_partial(len(results.runs), failed=results.failed, refused=refused, missing=results.missing)
+
+
+def exit_if_partial(done: int, *, failed: int, refused: int, missing: int) -> None:
+    """Exit with 4 if runs failed, of so many that were done, or are missing; those that gonio refused fail again."""
+    runs = counted(done, "run")
+    if lost := failed - refused:
         print_err(say("{failed} of {runs} failed; rerun the same command to try again", failed=lost, runs=runs))
     if refused:
         print_err(
             say("runs that were refused, as they would be again: {refused} of {runs}", refused=refused, runs=runs)
         )
-    if results.failed or results.missing:
+    if failed or missing:
         raise typer.Exit(ExitCode.PARTIAL)

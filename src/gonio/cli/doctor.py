@@ -65,7 +65,6 @@ def doctor(
     from gonio.cli.checkpoint import read, restored_model
     from gonio.cli.inputs import check_runs, read_input, read_source
     from gonio.measuring.reading.source import name_of
-    from gonio.seeding import RandomInput
 
     check_folders({"json": json}, [source, model, task, batch, base])
     _check_output(output, [source, base])
@@ -87,7 +86,7 @@ def doctor(
         )
     example = None if batch is None else read_input(batch)
     if example is not None:
-        check_runs(first, example.value if isinstance(example, RandomInput) else example)
+        check_runs(first, example)
     with users_code(task, model, source):
         before = None if base is None else _base(base, key)
         treated = gonio.doctor(first, task=task, batch=example, base=before, apply_unproven=unproven)

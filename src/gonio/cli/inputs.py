@@ -132,7 +132,10 @@ def _is_path(word: str) -> bool:
 
 def read_batch(word: str) -> Any:
     """The values of :func:`read_input`, where it does not matter whether they are data."""
-    given = read_input(word)
+    return _values(read_input(word))
+
+
+def _values(given: Any) -> Any:
     return given.value if isinstance(given, RandomInput) else given
 
 
@@ -176,5 +179,6 @@ def _batch_from_file(path: Path) -> Any:
 
 def check_runs(model: nn.Module, batch: Any) -> None:
     """Run the model on a batch of the user; its error becomes one of `--batch`."""
+    batch = _values(batch)
     with fitting(model, batch, "--batch", always=True):
         outputs(model, batch)

@@ -98,6 +98,8 @@ def _check_folder(study: Path) -> None:
 
 
 def _grid(plan: StudyPlan, runs: tuple[RunRecord, ...]) -> str:
+    from gonio.lab.record import trouble
+
     status = {(run.recipe, run.seed): run.status for run in runs}
     names = {recipe.name: plain(recipe.name) for recipe in plan.recipes}
     width = max(map(len, names.values()))
@@ -108,5 +110,5 @@ def _grid(plan: StudyPlan, runs: tuple[RunRecord, ...]) -> str:
     found = list(status.values())
     counts = ", ".join(f"{found.count(kind)} {kind} ({_SIGNS[kind]})" for kind in ("finished", "diverged", "failed"))
     missing = len(plan.grid) - len(found)
-    errors = [f"{names[r.recipe]}, seed {r.seed}: {r.status}: {plain(r.error or '')}" for r in runs if r.error]
+    errors = [plain(said) for said in map(trouble, runs) if said]
     return "\n".join([*lines, "", f"{counted(len(plan.grid), 'run')}: {counts}, {missing} to do (.)", *errors])

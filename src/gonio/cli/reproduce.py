@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gonio.cli import options
-from gonio.cli.app import ExitCode, check_folders, print_err, print_out, save, show, users_code
+from gonio.cli.app import check_folders, print_err, print_out, save, show, users_code
+from gonio.cli.compare import exit_if_partial
 from gonio.errors import GonioError, InvalidArgumentError
 from gonio.escaping import aligned, write_text
 from gonio.messages import counted, local, say
@@ -78,6 +79,9 @@ def reproduce(
     from gonio.lab.claims.experiment import command_of
 
     check_folders({"json": json}, [*(names or []), task, model, data])
+    if json is not None and (list_claims or dry_run):
+        found = "--list" if list_claims else "--dry-run"
+        raise InvalidArgumentError("--json writes the verdicts of runs", found, "Leave one of them out.")
     claims: Sequence[Claim] = load_claims(names or ())
     called = {claim.name: name for name, claim in zip(dict.fromkeys(names or ()), claims, strict=False)}
     if list_claims:
@@ -204,10 +208,6 @@ def _run(
 
 def _check_complete(found: ClaimResults) -> None:
     """Exit with 4 if runs failed or are missing."""
-    failed, refused = sum(one.failed for one in found.results), sum(one.refused for one in found.results)
-    if failed > refused:
-        print_err(say("{runs} failed; rerun the same command to try again", runs=counted(failed - refused, "run")))
-    if refused:
-        print_err(say("runs that were refused, as they would be again: {refused}", refused=refused))
-    if failed or any(one.missing for one in found.results):
-        raise typer.Exit(ExitCode.PARTIAL)
+    parts = ("planned", "failed", "refused", "missing")
+    planned, failed, refused, missing = (sum(getattr(one, part) for one in found.results) for part in parts)
+    exit_if_partial(planned - missing, failed=failed, refused=refused, missing=missing)

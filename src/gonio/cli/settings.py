@@ -111,9 +111,10 @@ def defaults(path: Path | None, command: str, options: Mapping[str, Setting]) ->
     """
     if path is None or not path.exists():  # a command that takes the file says that it is absent
         return {}
-    content: Any = read(path)
-    content = own_table(content) if path.name == SHARED else content
-    table = content.get(command, {}) if isinstance(content, dict) else {}
+    content = _content(path)
+    if not isinstance(content, dict) or not content.keys() <= {*KEYS}:
+        raise ConfigError(str(path), _wrong_keys(content, path))
+    table = content.get(command, {})
     if not isinstance(table, dict):
         raise ConfigError(str(path), [f"[{command}] must be a table of options; found {table!r:.80}"])
     problems = [found for name, value in table.items() if (found := _problem(command, name, value, options))]
@@ -201,19 +202,25 @@ def suppression(file: str | None, ignore: list[str]) -> Suppression | None:
 
 def _table(path: Path) -> dict[str, Any]:
     """The checked content."""
-    content: Any = read(path)
-    if path.name == SHARED:
-        content = own_table(content)
-        if content is None:
-            raise ConfigError(str(path), ["it has no table [tool.gonio]"])
-    problems = _wrong_keys(content, where="[tool.gonio]" if path.name == SHARED else "the file")
-    if problems:
+    content: dict[str, Any] = _content(path)
+    if problems := _wrong_keys(content, path):
         raise ConfigError(str(path), problems)
     return content
 
 
-def _wrong_keys(table: Any, *, where: str) -> list[str]:
+def _content(path: Path) -> Any:
+    """What a file sets: all of it, or `[tool.gonio]` of a `pyproject.toml`."""
+    content = read(path)
+    if path.name != SHARED:
+        return content
+    if (table := own_table(content)) is None:
+        raise ConfigError(str(path), ["it has no table [tool.gonio]"])
+    return table
+
+
+def _wrong_keys(table: Any, path: Path) -> list[str]:
     """Every problem, one sentence each."""
+    where = "[tool.gonio]" if path.name == SHARED else "the file"
     if not isinstance(table, dict):
         return [f"{where} must be a table; found {table!r:.80}"]
     found = []

@@ -10,21 +10,24 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ConfigDict
 from torch import Tensor, nn
 
 from gonio import errors
 from gonio.geometry import angles, filter_norms, layout_of, matrix_view
-from gonio.lab.plan import CLOSED, adapter
+from gonio.lab.plan import adapter
 from gonio.parametrizations.checkpoints import weight_by_hook
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 ANGLE_EDGES = tuple(range(0, 181, 2))  # degrees; the same for every layer, run and study
+_FINITE = ConfigDict(extra="forbid", allow_inf_nan=False)  # a run with another number has diverged
 
 
 @dataclass(frozen=True)
 class _Layer:
     """The filters of a layer, see :func:`gonio.lab.filter_summary`."""
+
+    __pydantic_config__ = _FINITE
 
     shape: list[int]
     dim: int
@@ -37,6 +40,8 @@ class _Layer:
 class _Geometry:
     """See :func:`gonio.lab.filter_summary`; empty for a run without a scored model."""
 
+    __pydantic_config__ = _FINITE
+
     layers: dict[str, _Layer] = field(default_factory=dict)
     norm_quantiles: list[float] = field(default_factory=list)
     angle_edges: list[float] = field(default_factory=list)
@@ -45,6 +50,8 @@ class _Geometry:
 @dataclass(frozen=True)
 class _Robustness:
     """See :func:`gonio.lab.running.robustness.robustness`; empty where models are not attacked."""
+
+    __pydantic_config__ = _FINITE
 
     clean: float = 0.0
     noise: float = 0.0
@@ -95,7 +102,7 @@ class RunRecord:
         seconds: CPU seconds of the run's process; ignored when records are compared.
     """
 
-    __pydantic_config__ = CLOSED
+    __pydantic_config__ = _FINITE
 
     recipe: str
     seed: int
@@ -124,6 +131,13 @@ class RunRecord:
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON-able data."""
         return asdict(self)
+
+
+def trouble(record: RunRecord) -> str | None:
+    """One line about a run that did not finish, else None."""
+    if record.status == "finished":
+        return None
+    return f"{record.recipe}, seed {record.seed}: {record.status}: {record.error}"
 
 
 @torch.no_grad()

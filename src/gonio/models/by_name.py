@@ -109,12 +109,20 @@ def _elsewhere(name: str) -> str:
     return f"Did you mean {' or '.join(f'{library}:{name}' for library in holding)}?" if holding else ""
 
 
+def folders_of(package: str) -> list[Path]:
+    """The folders of an installed package, which is not imported: that may take seconds, or run code."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that runs without one
+        spec = None
+    return [Path(folder) for folder in ((spec and spec.submodule_search_locations) or ())]
+
+
 def _models_of(package: str) -> Iterator[Path]:
-    """What lies in the folder of models of an installed package, which is not imported: that takes seconds."""
-    found = importlib.util.find_spec(package)
-    for place in (found.submodule_search_locations or ()) if found else ():
+    """What lies in the folder of models of an installed package."""
+    for folder in folders_of(package):
         with suppress(OSError):
-            yield from (Path(place) / "models").iterdir()
+            yield from (folder / "models").iterdir()
 
 
 def _defines(package: str, name: str) -> bool:

@@ -27,7 +27,6 @@ from gonio.optim import clip_qk_, hold_
 from gonio.optim.named import OPTIMIZERS
 from gonio.recipes.document import shortened
 from gonio.surgery import init_
-from gonio.surgery.swap import accepted_layers
 
 VERBS = ("init", "swap", "parametrize", "penalty")
 # Parts that change weights after each step, and their verbs.
@@ -83,13 +82,11 @@ class Entry:
         name: as a recipe writes it under `use`; the long form if there is a short one.
         target: the function, class or converter.
         options: its options by name.
-        accepts: the layers that a converter takes.
     """
 
     name: str
     target: Callable[..., Any]
     options: Mapping[str, Option]
-    accepts: tuple[type[nn.Module], ...] = ()
 
     @property
     def makes(self) -> type:
@@ -173,7 +170,7 @@ def _converters() -> _Entries:
 def _converter(name: str, target: Callable[..., Any]) -> Entry:
     options = getattr(getattr(target, "__self__", None), "options", None)  # a dataclass of the converter's keywords
     described = _options_of(target, skip=1) if options is None else _options_of(options, skip=0)
-    return Entry(name, target, described, accepted_layers(target))
+    return Entry(name, target, described)
 
 
 def _optimizers() -> _Entries:

@@ -261,4 +261,3 @@ def _check_where(where: Any, at: Location, problems: Problems) -> None:
         as_selector(where)
     except (GonioError, OverflowError, RecursionError) as error:
         problems.add(at, str(error))
-        return

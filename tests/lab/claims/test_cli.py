@@ -224,16 +224,16 @@ def test_a_second_call_keeps_the_claims_of_the_first_on_the_page(claim: str, tmp
 @pytest.mark.parametrize(
     ("failed", "refused", "said"),
     [
-        (3, 0, "3 runs failed; rerun the same command to try again\n"),
-        (3, 3, "runs that were refused, as they would be again: 3\n"),
-        (3, 1, "2 runs failed; rerun the same command to try again\n"
-         "runs that were refused, as they would be again: 1\n"),
+        (3, 0, "3 of 4 runs failed; rerun the same command to try again\n"),
+        (3, 3, "runs that were refused, as they would be again: 3 of 4 runs\n"),
+        (3, 1, "2 of 4 runs failed; rerun the same command to try again\n"
+         "runs that were refused, as they would be again: 1 of 4 runs\n"),
     ],
 )  # fmt: skip
 def test_only_what_could_succeed_is_to_be_tried_again(
     failed: int, refused: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = replace(not_tried(load_claim("bn-imagenet"), ""), failed=failed, refused=refused)
+    one = replace(not_tried(load_claim("bn-imagenet"), ""), planned=4, failed=failed, refused=refused)
     with pytest.raises(typer.Exit, match="4"):
         _check_complete(ClaimResults((one,), {}, ""))
     assert capsys.readouterr().err == said

@@ -14,6 +14,7 @@ from gonio.lab.plan import Tuning
 from gonio.lab.showing import html, text, to_csv, to_latex, to_markdown
 from gonio.lab.showing.tables import (
     Scale,
+    added,
     attacks,
     costs,
     further,
@@ -228,3 +229,10 @@ def test_ties_are_counted_apart() -> None:
     tied = effect("a", differences=(0.0, 0.0, 1.0, -1.0), n=4, improvement=0.5)
     assert won(tied) == "1 of 4, 2 ties"
     assert won(effect("b", mean=None)) == "–"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"), [(999, "+999"), (999_499, "+999 k"), (999_999, "+1 M"), (-1_234_567, "−1.23 M"), (0, "none")]
+)
+def test_a_number_that_is_rounded_up_takes_the_next_unit(more: int, text: str) -> None:
+    assert added(Amount(0, more)) == text

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
@@ -18,7 +17,7 @@ from gonio.lab.claims.expanding import FormError, expanded
 from gonio.lab.plan import TRAINING_RANGES, Measure, TrainingConfig
 from gonio.lab.running.measures import spec_of
 from gonio.messages import say
-from gonio.models.by_name import is_user_code
+from gonio.models.by_name import folders_of, is_user_code
 from gonio.optim.named import check_settings
 from gonio.recipes import BASELINE, Recipe, built_in_names
 from gonio.recipes.document import from_data, parse, read
@@ -489,12 +488,9 @@ def useless_entry_points() -> tuple[str, ...]:
 def _files_of(point: EntryPoint) -> list[Path]:
     """The files of the package that an entry point names, which is not imported."""
     parts = point.value.split(".")
-    try:
-        spec = find_spec(parts[0]) if all(part.isidentifier() for part in parts) else None
-    except ValueError:  # a module that runs without one
-        spec = None
-    folders = [Path(folder).joinpath(*parts[1:]) for folder in ((spec and spec.submodule_search_locations) or ())]
-    return sorted(file for folder in folders for file in folder.glob("*") if file.suffix in _SUFFIXES)
+    found = folders_of(parts[0]) if all(part.isidentifier() for part in parts) else []
+    files = (file for folder in found for file in folder.joinpath(*parts[1:]).glob("*"))
+    return sorted(file for file in files if file.suffix in _SUFFIXES)
 
 
 @cache

@@ -27,7 +27,7 @@ from gonio.errors import (
 )
 from gonio.escaping import write_text
 from gonio.lab.claims.claim import CHOICE_SEEDS, Arm, Claim, Experiment, read_claim
-from gonio.lab.claims.fairness import Runs, controlled, planned_obstacle
+from gonio.lab.claims.fairness import Runs, better_side, controlled, planned_obstacle
 from gonio.lab.claims.result import ClaimResult, ClaimResults, judged, not_tried
 from gonio.lab.judging.results import scores_of
 from gonio.lab.plan import Measure, RecipeEntry, StudyPlan, Tuning, extended, installed_versions, seeds_of
@@ -131,8 +131,7 @@ def plan_claim(claim: Claim, options: ClaimOptions | None = None) -> StudyPlan:
         seeds=seeds_of([*(CHOICE_SEEDS if setting.dosed else ()), *judged_seeds]),
         training=setting.training.override(task.training),
         metric=claim.measure,
-        # the better scores are those of the measure where it says so, else those that confirm the claim
-        direction=measured.better or ("min" if claim.direction == "smaller" else "max"),
+        direction=better_side(claim, measured),
         unit=measured.unit,
         device=options.device.partition(":")[0],
         splits={name: len(split) for name, split in task.splits.items()},

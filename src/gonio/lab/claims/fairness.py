@@ -23,7 +23,6 @@ from gonio.messages import say
 FEWEST_TRIALS = 8  # of the learning rate of each arm
 FIELD_EXAMPLES = 10_000
 _PAIRINGS = 400
-_BETTER = {"smaller": "min", "larger": "max", "same": "max"}  # for a score that does not say so itself
 _END = 0.95  # a tuned value further out than this part of the way to an end of its range is at the end
 _Scores = Mapping[str, Mapping[int, float]]
 
@@ -95,7 +94,7 @@ def _best(claim: Claim, setting: Experiment, runs: Runs, doses: Sequence[Arm]) -
     if spec.kind == "property":
         scores, less = runs.reached, claim.fair.ceiling is not None
     else:
-        scores, less = runs.scores, (spec.better or _BETTER[claim.direction]) == "min"
+        scores, less = runs.scores, better_side(claim, spec) == "min"
     means = [mean_score(scores, arm.name, choice=True) for arm in doses]
     seen = [(-mean if less else mean, -at, arm) for at, (arm, mean) in enumerate(zip(doses, means, strict=True))
             if mean is not None]  # fmt: skip
@@ -108,6 +107,11 @@ def _strongest(claim: Claim, setting: Experiment, runs: Runs, doses: Sequence[Ar
     means = [(arm, mean_score(runs.reached, arm.name, choice=True)) for arm in doses]
     kept = [arm for arm, mean in means if base is not None and mean is not None and abs(mean - base) <= margin]
     return kept[-1] if kept else doses[0]
+
+
+def better_side(claim: Claim, spec: MeasureSpec) -> str:
+    """The better side of the scores, `max` or `min`: that of the measure, else the one that confirms the claim."""
+    return spec.better or ("min" if claim.direction == "smaller" else "max")
 
 
 def noise(setting: Experiment, runs: Runs) -> float | None:

@@ -235,15 +235,10 @@ def from_data(data: Mapping[str, Any]) -> ClaimResults:
 
 
 def _result(row: Mapping[str, Any]) -> ClaimResult:
-    """One stored claim before it is judged; a row of gonio 0.1 has `scores` and `runs`, a number, for `runs`."""
+    """One stored claim before it is judged."""
     claim = read_claim(row["claim"], origin=str(row["claim"].get("name")))
     if not row["plan"]:
-        return not_tried(claim, row.get("evidence", row.get("judgement"))["reason"])
-    known = {each.name: row[each.name] for each in fields(ClaimResult) if each.name in row}
-    if isinstance(row["runs"], int):
-        unit = row["unit"] if "unit" in row else row["evidence"]["unit"]
-        known |= {"planned": row["runs"], "runs": Runs.of({"scores": row["scores"], "unit": unit})}
-    else:
-        known["runs"] = Runs.of(row["runs"])
-    known["history"] = tuple(row.get("history", ()))
-    return replace(not_tried(claim, ""), **{**known, "claim": claim, "evidence": not_tried(claim, "").evidence})
+        return not_tried(claim, row["evidence"]["reason"])
+    read = {"claim", "evidence", "runs", "history"}
+    known = {each.name: row[each.name] for each in fields(ClaimResult) if each.name in row.keys() - read}
+    return replace(not_tried(claim, ""), runs=Runs.of(row["runs"]), history=tuple(row.get("history", ())), **known)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gonio.errors import InvalidArgumentError
 from gonio.lab.judging.results import Effect, Results
-from gonio.lab.judging.statistics import Array, require_scipy
+from gonio.lab.judging.statistics import Array, improvement, require_scipy
 
 PROFILE = (-2.0, -1.0, 0.0, 1.0, 2.0)  # in smallest effects of interest
 _REPETITIONS = 5000  # bootstrap samples; the ends of a 95 % interval then vary by about 1 % of its width
@@ -121,5 +121,5 @@ def _across(studies: Sequence[Results], effects: Sequence[Effect]) -> Across:
 
 def _estimates(strata: Sequence[Array]) -> tuple[Array, Array]:
     """The two estimates for each row of the strata."""
-    better = [((rows > 0) + 0.5 * (rows == 0)).mean(axis=1) for rows in strata]
-    return interquartile_mean(np.concatenate(strata, axis=1)), np.mean(better, axis=0)
+    better = np.mean([improvement(rows) for rows in strata], axis=0)
+    return interquartile_mean(np.concatenate(strata, axis=1)), better

@@ -363,7 +363,7 @@ def _effect(
         reason=seen.reason,
         failed=statuses.count("failed"),
         diverged=statuses.count("diverged"),
-        improvement=improvement(seen.values, plan.direction),
+        improvement=float(improvement(plan.sign * np.asarray(seen.values))) if seen.values else None,
         differences=seen.values,
         seeds=tuple(seeds),
         step_time=step_time,
@@ -474,7 +474,7 @@ def _notes(
     for change in plan.history:
         parts = [f"{key} {', '.join(map(str, value))}" for key in ("seeds", "recipes") if (value := change[key])]
         notes.append(
-            f"After {change['finished']} runs had been done, {' and '.join(parts)} were added: "
+            f"After {counted(int(change['finished']), 'run')} had been done, {' and '.join(parts)} were added: "
             "the p values do not account for this second look."
         )
     unhelped = [effect.recipe for effect in effects if effect.rho is not None and effect.rho <= 0]

@@ -153,12 +153,10 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float | None
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def improvement(differences: Sequence[float], direction: str) -> float | None:
-    """Share of pairs in which the recipe is better; ties count half. None without pairs."""
-    if not differences:
-        return None
-    sign = 1 if direction == "max" else -1
-    return float(np.mean([(sign * d > 0) + 0.5 * (d == 0) for d in differences]))
+def improvement(gains: ArrayLike) -> Array:
+    """Share of the pairs, along the last axis, in which the recipe is better (above 0); ties count half."""
+    found = np.asarray(gains)
+    return np.asarray(((found > 0) + 0.5 * (found == 0)).mean(axis=-1))
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from gonio.lab.judging.statistics import ALPHA, detectable, enough, least_p, points
 from gonio.lab.plan import StudyPlan
 from gonio.lab.running.cost import Gauge, training_step
 from gonio.lab.running.engines.local import call_apart
-from gonio.lab.running.training import build, evaluate, task_of
+from gonio.lab.running.training import build, evaluate, steps_of, task_of
 from gonio.lab.running.tuning import space_of
 from gonio.messages import counted, joined, say
 from gonio.pages.tables import duration
@@ -150,7 +148,6 @@ def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:
     found = []
     for entry in plan.recipes:
         training = plan.training_of(entry)
-        steps = math.ceil(len(task.train) / training.batch_size)
         step = training_step(plan, task, entry)
         model, _, _ = build(plan, task, entry, plan.seeds[0])
         with Gauge(device) as trained:
@@ -159,5 +156,7 @@ def run_seconds(plan: StudyPlan) -> list[tuple[float, float]]:
         with Gauge(device) as judged:
             evaluate(model, task, task.validation)
         one = trained.seconds / 3
-        found.append((training.epochs * (one * steps + judged.seconds), one * attacks / training.batch_size))
+        found.append(
+            (training.epochs * (one * steps_of(task, training) + judged.seconds), one * attacks / training.batch_size)
+        )
     return found

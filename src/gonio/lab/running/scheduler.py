@@ -26,7 +26,7 @@ from gonio.errors import Interrupted, InvalidArgumentError
 from gonio.escaping import shorten
 from gonio.lab.judging.statistics import require_scipy
 from gonio.lab.plan import RecipeEntry, StudyPlan, Tuning, installed_versions
-from gonio.lab.record import RunRecord
+from gonio.lab.record import RunRecord, trouble
 from gonio.lab.running.cost import measure_costs
 from gonio.lab.running.engines.local import Devices, Engine, Future, Local, NodeLost, call_apart
 from gonio.lab.running.scripts import execute_script
@@ -381,13 +381,6 @@ class Watcher:
 
     def stop(self) -> None:
         """The end, also after an interruption."""
-
-
-def trouble(record: RunRecord) -> str | None:
-    """One line about a run that did not finish, else None."""
-    if record.status == "finished":
-        return None
-    return f"{record.recipe}, seed {record.seed}: {record.status}: {record.error}"
 
 
 class Lines(Watcher):

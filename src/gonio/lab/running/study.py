@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Json, ValidationError
+from pydantic import FiniteFloat, Json, ValidationError
 
 from gonio.errors import StudyError, StudyLockedError
 from gonio.escaping import plain, write_text
@@ -46,12 +46,13 @@ _COLUMNS = {
     "artifacts": "name TEXT NOT NULL PRIMARY KEY, content TEXT NOT NULL, checksum TEXT",
     "looks": "runs INTEGER PRIMARY KEY, checksum TEXT",
 }
+_Values = Json[dict[str, FiniteFloat]]
 # What the columns contain. Checksums and hashes need no key: anyone can write a study.
 _CONTENTS: Mapping[str, Any] = {
-    "runs": tuple[str, int, str, Json[RunRecord], float | None, Json[dict[str, str]]],
-    "costs": tuple[str, str, int, float],
-    "trials": tuple[str, int, Json[dict[str, float]], str, Json[RunRecord], float | None, Json[dict[str, str]]],
-    "choices": tuple[str, Json[dict[str, float]]],
+    "runs": tuple[str, int, str, Json[RunRecord], FiniteFloat | None, Json[dict[str, str]]],
+    "costs": tuple[str, str, int, FiniteFloat],
+    "trials": tuple[str, int, _Values, str, Json[RunRecord], FiniteFloat | None, Json[dict[str, str]]],
+    "choices": tuple[str, _Values],
     "artifacts": tuple[str, Json[dict[str, Any]]],
     "looks": tuple[int],
 }
@@ -143,11 +144,11 @@ class Study:
 
     def missing(self) -> list[tuple[RecipeEntry, int]]:
         """The runs to do: those without a row, and failed ones, whose cause may have been an accident."""
-        rows = {key for key, record in self._records().items() if record.status != "failed"}
+        rows = {key for key, record in self._records()[0].items() if record.status != "failed"}
         return [(entry, seed) for entry, seed in self.plan.grid if (entry.hash, seed) not in rows]
 
     def damaged(self) -> list[str]:
-        """The rows whose content does not match their checksum, by name; they count as absent.
+        """The rows whose content does not match their checksum, their table or the plan, by name; they count as absent.
 
         Where SQLite finds its own structure damaged, rows may be absent unseen: then what it says comes first.
         """
@@ -158,7 +159,9 @@ class Study:
             head = f"{table}: {names.get(first, plain(str(first)[:16]))}"
             return f"{head}, {labels[table]} {plain(str(rest[0])[:16])}" if rest else head
 
-        return [*_structure(self.path), *(name(t, *row) for t in _COLUMNS for row in _rows(self.path, t)[1])]
+        found = [(table, row) for table in _COLUMNS for row in _rows(self.path, table)[1]]
+        found += [("runs", key) for key in self._records()[1]]
+        return [*_structure(self.path), *(name(table, *row) for table, row in found)]
 
     def scratch(self, entry: RecipeEntry, seed: int) -> Path:
         """The folder for a run's files until it is finished."""
@@ -181,13 +184,17 @@ class Study:
 
     def runs(self) -> tuple[RunRecord, ...]:
         """Every run that has a row, in the plan's order of recipes and seeds."""
-        found = self._records()
+        found = self._records()[0]
         order = ((entry.hash, seed) for entry in self.plan.recipes for seed in self.plan.seeds)
         return tuple(found[key] for key in order if key in found)
 
-    def _records(self) -> dict[tuple[str, int], RunRecord]:
+    def _records(self) -> tuple[dict[tuple[str, int], RunRecord], list[tuple[str, int]]]:
+        """The runs by hash and seed, and the keys of those that name another recipe than the plan has by that hash."""
+        names = {entry.hash: entry.name for entry in self.plan.recipes}
         rows = _rows(self.path, "runs")[0]
-        return {(hash_, seed): _record(text, seconds) for hash_, seed, _, text, seconds, _ in rows}
+        found = {(hash_, seed): _record(text, seconds) for hash_, seed, _, text, seconds, _ in rows}
+        others = [key for key, record in found.items() if names.get(key[0], record.recipe) != record.recipe]
+        return {key: record for key, record in found.items() if key not in others}, others
 
     @property
     def trials(self) -> Trials:
@@ -485,11 +492,11 @@ def _readable(table: str, row: Sequence[Any]) -> bool:
 
 
 def _discard(folder: Path) -> None:
-    """Delete the damaged rows."""
+    """Delete the rows that cannot be read."""
     with transaction(folder) as database:
         for table in _COLUMNS:
             for number, *row, checksum in database.execute(f"SELECT rowid, * FROM {table}").fetchall():
-                if checksum != _checksum(row):
+                if checksum != _checksum(row) or not _readable(table, row):
                     database.execute(f"DELETE FROM {table} WHERE rowid = ?", (number,))
 
 

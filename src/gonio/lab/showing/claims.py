@@ -7,11 +7,11 @@ import math
 import re
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -21,7 +21,7 @@ from gonio.lab.claims.claim import Claim
 from gonio.lab.judging.statistics import signed, sized
 from gonio.lab.record import ANGLE_EDGES
 from gonio.lab.running.measures import measures
-from gonio.lab.showing.page import environment
+from gonio.lab.showing.page import density, environment
 from gonio.lab.showing.tables import TONES, p_value
 from gonio.messages import Message, counted, fixed, joined, local, say, tag
 from gonio.pages.picture import Picture, svg
@@ -164,22 +164,17 @@ def claim_line(one: ClaimResult) -> str:
 
 def claims_text(found: ClaimResults) -> RenderableType:
     """The headline, and a line per claim with the reason of its verdict."""
-    return Group(*_lines(found))
-
-
-def _lines(found: ClaimResults) -> Iterator[RenderableType]:
-    yield Text(local(found.headline), style="bold")
-    yield Text("")
     table = claims_table(found)
     tones = [
         Text(f"{_MARKS[f.evidence.verdict][0]} {local(f.verdict)}", style=TONES[_MARKS[f.evidence.verdict][1]])
         for f in found.results
     ]
-    yield table.rich(head=table.head, verdicts=tones)
-    yield Text("")
+    lines: list[RenderableType] = [Text(local(found.headline), style="bold"), Text("")]
+    lines += [table.rich(head=table.head, verdicts=tones), Text("")]
     for one in found.results:
-        yield Text.assemble((plain(one.claim.name), "bold"), f": {plain(sentence_of(one.claim))}")
-        yield Text(claim_line(one))
+        lines.append(Text.assemble((plain(one.claim.name), "bold"), f": {plain(sentence_of(one.claim))}"))
+        lines.append(Text(claim_line(one)))
+    return Group(*lines)
 
 
 _ROUNDING = 1e-9
@@ -314,7 +309,10 @@ def claim_picture(found: ClaimResult) -> Any:
     if found.claim.picture == "angles":
         shown = {arm: counts for arm, counts in found.histograms.items() if arm in found.contrast}
         hues = colors(shown)
-        densities = {arm: (hues[arm], _density(counts)) for arm, counts in shown.items()}
+        densities = {
+            arm: (hues[arm], density(np.asarray(counts), np.asarray(ANGLE_EDGES)).tolist())
+            for arm, counts in shown.items()
+        }
         picture = angles(ANGLE_EDGES, densities, title=title)
     elif found.setting is not None and found.setting.dosed:
         picture = _over_doses(found, found.scores, label)
@@ -350,9 +348,3 @@ def _over_doses(found: ClaimResult, scores: Mapping[str, Mapping[int, float]], l
     title = say("{label} over the dose of {sides}", label=fixed(label), sides=", ".join(side for side in curves))
     axis = fixed(found.claim.axis) if found.claim.axis else say("dose")
     return over_levels(curves, axis=axis, label=label, title=title)
-
-
-def _density(counts: Sequence[int]) -> list[float]:
-    """The share of the pairs per degree."""
-    total = max(sum(counts), 1)
-    return [count / (total * (high - low)) for count, (low, high) in zip(counts, pairwise(ANGLE_EDGES), strict=True)]

@@ -267,13 +267,23 @@ def layers(runs: Sequence[RunRecord]) -> list[Layer]:
 
 def _pool(records: Sequence[Mapping[str, Any]], edges: Floats) -> Pooled:
     counts = np.sum([np.asarray(r["angle_counts"], dtype=float) for r in records], axis=0)
-    total, width = counts.sum(), np.diff(edges)
+    total = counts.sum()
     middle = (edges[1:] + edges[:-1]) / 2
     mean = float((counts * middle).sum() / total) if total else math.nan
     spread = float((counts * (middle - mean) ** 2).sum() / total) if total else math.nan
     norms = np.median([r["norms"] for r in records if r["norms"]] or [[]], axis=0)
-    density = counts / (total * width) if total else counts
-    return Pooled(density, tuple(float(v) for v in norms), mean, math.sqrt(spread) if total else math.nan, int(total))
+    return Pooled(
+        density(counts, edges),
+        tuple(float(v) for v in norms),
+        mean,
+        math.sqrt(spread) if total else math.nan,
+        int(total),
+    )
+
+
+def density(counts: Floats, edges: Floats) -> Floats:
+    """The share of the pairs per degree in each bin; 0 without pairs."""
+    return np.asarray(counts / (max(counts.sum(), 1) * np.diff(edges)))
 
 
 def layer_pictures(found: Sequence[Layer], colors: Mapping[str, str]) -> Iterator[tuple[Layer, Any, Any]]:

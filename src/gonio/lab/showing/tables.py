@@ -111,9 +111,10 @@ def added(amount: Amount | None) -> str:
     more = amount.recipe - amount.baseline
     if more == 0:
         return "none"
-    power = min(max(int(math.log10(abs(more)) // 3), 0), 4)
+    rounded = float(f"{more:.3g}")  # so that 999,999 are 1 M, not 1000 k
+    power = min(max(int(math.log10(abs(rounded)) // 3), 0), 4)
     share = f" ({100 * (amount.ratio - 1):+.1f} %)" if amount.baseline else ""
-    number = f"{more / 1000**power:+.3g} {('', 'k', 'M', 'G', 'T')[power]}".rstrip()
+    number = f"{rounded / 1000**power:+.3g} {('', 'k', 'M', 'G', 'T')[power]}".rstrip()
     return f"{number}{share}".replace("-", "−")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 import re
 import sysconfig
@@ -29,7 +28,7 @@ from gonio.lab.tasks.images import (
 )
 from gonio.lab.tasks.metric import Metric
 from gonio.lab.tasks.task import Split, Task, seeded
-from gonio.models.by_name import is_user_code, load_function
+from gonio.models.by_name import folders_of, is_user_code, load_function
 from gonio.seeding import generator
 
 _TUNED = (
@@ -95,9 +94,8 @@ def resolve(spec: str) -> Task:
 
 def _data_set(name: str) -> str:
     """The data set of torchvision that a name may stand for; the package is read and not imported."""
-    found = importlib.util.find_spec("torchvision")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        listed = Path(place) / "datasets" / "__init__.py"
+    for folder in folders_of("torchvision"):
+        listed = folder / "datasets" / "__init__.py"
         names = re.findall(r'^ +"(\w+)",$', listed.read_text(encoding="utf-8"), flags=re.M) if listed.is_file() else []
         for each in names:
             if each.casefold() == name.casefold():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -504,7 +505,7 @@ def _numbers(folder: str, name: str) -> Tensor:
         if tuple(raw[:4]) != _MAGIC[raw[3]]:
             raise ValueError("another type of numbers")
         return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes).copy())
-    except (OSError, ValueError, KeyError, IndexError, EOFError) as error:
+    except (OSError, ValueError, KeyError, IndexError, EOFError, zlib.error) as error:
         raise UnreadableFileError(
             f"{folder}/{name}", f"it is not an IDX file: {error}", "Download it again."
         ) from error

@@ -49,7 +49,7 @@ class Ray:
     def __init__(
         self, *, address: str | None = None, cpus: float = 1.0, gpus: float = 0.0, jobs: int | None = None
     ) -> None:
-        if cpus <= 0 or gpus < 0 or (jobs is not None and jobs < 1):
+        if not cpus > 0 or not gpus >= 0 or (jobs is not None and jobs < 1):
             raise InvalidArgumentError(
                 "a run needs cpus above 0, gpus from 0 on and at least one job",
                 f"cpus={cpus}, gpus={gpus}, jobs={jobs}",

@@ -11,10 +11,9 @@ from functools import partial
 import numpy as np
 from torch.optim import Optimizer
 
-from gonio.errors import InvalidArgumentError
 from gonio.lab.running.measures import FinishedRun, measure
 from gonio.lab.running.training import fit
-from gonio.lab.tasks.task import Examples, Split
+from gonio.lab.tasks.task import Split
 from gonio.measuring import Tracker
 from gonio.optim import hold_
 from gonio.surgery.graph import trace
@@ -32,7 +31,9 @@ def best_rate(run: FinishedRun, *, octaves: Sequence[float], examples: int | Non
         examples: of the training split, from its start; None for all.
         hold: hold norms and sizes of the steps (:func:`gonio.hold_` with `step="fixed"`).
     """
-    task = run.task if examples is None else replace(run.task, train=_first(run.task.train, examples))
+    task = run.task
+    if examples is not None:
+        task = replace(task, train=Split(task.train.inputs[:examples], task.train.targets[:examples]))
     sign, scores = 1 if task.metric.direction == "min" else -1, []
     for octave in octaves:
         model = copy.deepcopy(run.model)
@@ -42,12 +43,6 @@ def best_rate(run: FinishedRun, *, octaves: Sequence[float], examples: int | Non
         reached = math.nan if done.diverged else sign * done.curve["val_score"][-1]
         scores.append(reached if math.isfinite(reached) else math.inf)
     return _lowest(octaves, scores)
-
-
-def _first(split: Examples, count: int) -> Split:
-    if not isinstance(split, Split):
-        raise InvalidArgumentError("examples= needs a split of tensors", type(split).__name__, "Leave it out.")
-    return Split(split.inputs[:count], split.targets[:count])
 
 
 def _lowest(places: Sequence[float], values: Sequence[float]) -> float:
