@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 
 import pytest
 
+import gonio
 from gonio.lab import AttackConfig
 from gonio.lab.judging.results import Amount, RecipeTuning, Robust, SecondaryMetric, TimeToScore
 from gonio.lab.plan import Tuning
@@ -29,6 +31,7 @@ from gonio.lab.showing.tables import (
     tuning_text,
     won,
 )
+from gonio.messages import local
 from lab.showing.samples import effect, printed, results
 
 
@@ -228,3 +231,10 @@ def test_ties_are_counted_apart() -> None:
     tied = effect("a", differences=(0.0, 0.0, 1.0, -1.0), n=4, improvement=0.5)
     assert won(tied) == "1 of 4, 2 ties"
     assert won(effect("b", mean=None)) == "–"
+
+
+def test_counts_of_pairs_and_of_seeds_are_translated() -> None:
+    tied = effect("a", differences=(0.0, 0.0, 1.0, -1.0), n=4, improvement=0.5)
+    with gonio.language("zh"):
+        texts = [local(won(tied)), local(reached(TimeToScore(3, 3, None)))]
+    assert [re.findall(r"[a-z]+", text) for text in texts] == [[], []]
