@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from gonio.errors import InvalidArgumentError
 from gonio.lab import Split, StudyPlan, Task, TrainingConfig, make_plan, make_script_plan
@@ -279,3 +279,27 @@ def same_classes() -> Task:
 def test_targets_that_the_items_do_not_give_are_not_believed(name: str) -> None:
     assert planned(name).chance is None
     assert planned("same_classes").chance == 25.0
+
+
+class Drifting(Dataset[tuple[Tensor, Tensor]]):
+    """Items with noise of a generator that nobody seeds again."""
+
+    def __init__(self, split: Any) -> None:
+        self.split, self.draw = split, torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs = self.split.inputs[index]
+        return inputs + torch.rand(inputs.shape, generator=self.draw), self.split.targets[index]
+
+
+def drifting() -> Task:
+    task = resolve(f"{TINY}:task")
+    return replace(task, validation=Drifting(task.validation))
+
+
+def test_judged_examples_that_differ_when_they_are_read_again_are_refused_before_the_runs() -> None:
+    with pytest.raises(InvalidArgumentError, match="the same each time that they are read; found other ones"):
+        make_plan(["orthogonal-init"], task=f"{__file__}:drifting", seeds=2)

@@ -192,3 +192,27 @@ def test_a_trial_is_scored_by_its_finite_epochs() -> None:
 def test_a_field_of_a_metric_of_another_kind_is_named(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidArgumentError, match=told):
         Metric(**{"name": "own", "function": lambda outputs, targets: 1.0, **fields})
+
+
+def not_a_number(outputs: Tensor, targets: Tensor) -> float:
+    return math.nan
+
+
+def of_several_outputs(outputs: Tensor, targets: Tensor) -> float:
+    """Undefined for constant outputs alone, as a correlation is."""
+    return float(outputs.std()) if bool((outputs != outputs[0]).any()) else math.nan
+
+
+def task_of_never() -> Task:
+    return tiny(metric=Metric("never", not_a_number))
+
+
+def task_of_several() -> Task:
+    return tiny(metric=Metric("several", of_several_outputs))
+
+
+def test_a_metric_that_is_never_finite_is_a_note_of_the_plan() -> None:
+    noted = make_plan(["orthogonal-init"], task=f"{__file__}:task_of_never", seeds=2).notes
+    assert any("The metric 'never' is nan for the outputs of the untrained model" in note for note in noted)
+    usual = make_plan(["orthogonal-init"], task=f"{__file__}:task_of_several", seeds=2).notes
+    assert not any("The metric" in note for note in usual)

@@ -14,10 +14,12 @@ from scipy import stats
 from gonio.lab import RunRecord
 from gonio.lab.judging.results import summarise
 from gonio.lab.judging.statistics import (
+    Evidence,
     correlation,
     detectable,
     holm,
     improvement,
+    judge,
     least_p,
     paired_t,
     sign_flip,
@@ -189,3 +191,19 @@ def test_eight_null_recipes_are_seldom_said_to_help(kind: str, seed: int, studie
 
 def test_a_recipe_with_an_effect_is_found() -> None:
     assert false_claims(noise_of("normal"), 20, shift=5.0) == 1.0
+
+
+@pytest.mark.parametrize("scale", [2.0**-1000, 2.0**-600, 2.0**600, 2.0**1000])
+@pytest.mark.parametrize("direction", ["larger", "same"])
+def test_the_unit_of_a_metric_does_not_change_a_verdict(scale: float, direction: str) -> None:
+    values, sesoi = (1.5, 2.0, 0.5, 1.25, 1.0, 1.75, 0.75), 0.25
+    told = {"direction": direction, "unit": ""}
+    usual = judge([Evidence(values=values, sesoi=sesoi, **told)])[0]
+    found = judge([Evidence(values=tuple(scale * value for value in values), sesoi=scale * sesoi, **told)])[0]
+    assert (found.verdict, found.p, found.p_holm) == (usual.verdict, usual.p, usual.p_holm)
+    numbers = [(each.mean, each.low, each.high) for each in (found, usual)]
+    assert numbers[0] == tuple(scale * (number or math.nan) for number in numbers[1])
+    assert found.reason.startswith("Larger in 7 of 7 seeds") or direction == "same"
+    assert correlation([scale * value for value in values], [*values[1:], 0.0]) == correlation(
+        values, [*values[1:], 0.0]
+    )

@@ -94,7 +94,7 @@ def doctor(
     if json is None:
         print_out(str(treated))
     else:
-        save(dumps(treated.to_dict(), ensure_ascii=False, indent=1), json, "JSON")
+        save(dumps(treated.to_dict(), ensure_ascii=False, allow_nan=False, indent=1), json, "JSON")
     if output is not None:
         _write(treated, output, held)
     fail_at(treated.after.findings, fail_on)
@@ -170,7 +170,7 @@ def _write(treated: Treatment, output: Path, held: Checkpoint | None) -> None:
 
     output.mkdir(exist_ok=True)
     treated.page(output / PAGE, **made_now())
-    save(dumps(treated.to_dict(), ensure_ascii=False, indent=1), str(output / STEPS), "treatment")
+    save(dumps(treated.to_dict(), ensure_ascii=False, allow_nan=False, indent=1), str(output / STEPS), "treatment")
     if treated.studies(output / PROOFS):
         print_err(say("studies behind the proofs written to {folder}", folder=output / PROOFS))
     if treated.model is None or not treated.kept:

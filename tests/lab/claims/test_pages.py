@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from dataclasses import replace
@@ -13,6 +15,7 @@ import pytest
 from docs.pages import ROOT, builder_of
 from gonio.lab.claims import claim_names, load_claim
 from gonio.lab.claims.fairness import obstacle
+from gonio.lab.showing.claims import claims_csv
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +127,10 @@ def test_a_result_of_another_experiment_is_not_shown(builder: ModuleType, tmp_pa
     assert not builder.committed.is_current(changed)
     (tmp_path / "full.json").write_text(builder.claims_json(replace(whole, results=(changed,))), encoding="utf-8")
     assert builder.committed.findings(tmp_path / "full.json") == {}
+
+
+def test_the_csv_states_differences_of_percentages_in_points(builder: ModuleType) -> None:
+    rows = list(csv.DictReader(io.StringIO(claims_csv(builder.committed.results()))))
+    units = {row["unit"] for row in rows}
+    assert "points" in units
+    assert "%" not in units

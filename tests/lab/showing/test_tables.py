@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 
 import pytest
 
+import gonio
 from gonio.lab import AttackConfig
 from gonio.lab.judging.results import Amount, RecipeTuning, Robust, SecondaryMetric, TimeToScore
 from gonio.lab.plan import Tuning
@@ -30,6 +32,7 @@ from gonio.lab.showing.tables import (
     tuning_text,
     won,
 )
+from gonio.messages import local
 from lab.showing.samples import effect, printed, results
 
 
@@ -236,3 +239,10 @@ def test_ties_are_counted_apart() -> None:
 )
 def test_a_number_that_is_rounded_up_takes_the_next_unit(more: int, text: str) -> None:
     assert added(Amount(0, more)) == text
+
+
+def test_counts_of_pairs_and_of_seeds_are_translated() -> None:
+    tied = effect("a", differences=(0.0, 0.0, 1.0, -1.0), n=4, improvement=0.5)
+    with gonio.language("zh"):
+        texts = [local(won(tied)), local(reached(TimeToScore(3, 3, None)))]
+    assert [re.findall(r"[a-z]+", text) for text in texts] == [[], []]

@@ -54,8 +54,8 @@ _WHERE = {
     "fashion-mnist-full": FASHION_FOLDER,
     "text": "data/shakespeare.txt",
 }
-# A run of all full experiments takes at least so many seeds: with fewer, the smallest p of a paired test, 2 / 2^seeds,
-# would not pass Holm over the catalogue.
+# A run of all full experiments takes at least so many seeds: the smallest p of a paired test, 2 / 2^seeds, then passes
+# Holm within every family of the catalogue.
 FULL_SEEDS = 12
 _MOST_WEIGHTS = 10**8  # of the model of a claim; with its optimizer they take 1.2 GB in each run
 CLAIM_FILE, CLAIM_SCHEMA = "claim.json", "gonio.claim/1"  # beside the study of a claim

@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 
 from gonio.escaping import html_table
-from gonio.lab.judging.statistics import WORDS, Evidence, contrasts, correlation, improvement, judge, paired_t, signed
+from gonio.lab.judging.statistics import (
+    WORDS,
+    Evidence,
+    contrasts,
+    correlation,
+    deviation,
+    improvement,
+    judge,
+    paired_t,
+    signed,
+)
 from gonio.lab.plan import ATTACKS, RecipeEntry, StudyPlan
 from gonio.lab.record import RunRecord
 from gonio.messages import counted
@@ -286,7 +296,7 @@ def summarise(
     return Results(
         plan=plan,
         baseline_mean=float(np.mean(baseline)) if baseline else None,
-        baseline_sd=float(np.std(baseline, ddof=1)) if len(baseline) > 1 else None,
+        baseline_sd=float(deviation(np.array(baseline))) if len(baseline) > 1 else None,
         effects=effects,
         runs=tuple(runs),
         command=plan.command,

@@ -72,7 +72,20 @@ def half_width(differences: Array) -> Array:
     """Half of the paired t interval of 95 %, along the last axis."""
     n = differences.shape[-1]
     quantile = float(require_scipy().t.ppf(1 - ALPHA / 2, n - 1))
-    return np.asarray(quantile * differences.std(axis=-1, ddof=1) / np.sqrt(n))
+    return np.asarray(quantile * deviation(differences) / np.sqrt(n))
+
+
+def deviation(values: Array) -> Array:
+    """Sample standard deviation along the last axis; squares of very large or small numbers stay in range."""
+    scaled, exponent = _in_range(values)
+    return np.asarray(np.ldexp(scaled.std(axis=-1, ddof=1), exponent[..., 0]))
+
+
+def _in_range(values: ArrayLike) -> tuple[Array, NDArray[np.int32]]:
+    """The values of each row times a power of 2, which rounds nothing, so that the largest is about 1; its exponent."""
+    given = np.asarray(values, dtype=np.float64)
+    exponent = np.frexp(np.abs(given).max(axis=-1, keepdims=True))[1]
+    return np.ldexp(given, -exponent), exponent
 
 
 def sign_flip(differences: Sequence[float]) -> float:
@@ -150,7 +163,7 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float | None
     """Pearson correlation over the pairs; None for fewer than 3 or no variance."""
     if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
         return None
-    return float(np.corrcoef(first, second)[0, 1])
+    return float(np.corrcoef(_in_range(first)[0], _in_range(second)[0])[0, 1])
 
 
 def improvement(gains: ArrayLike) -> Array:
@@ -350,7 +363,7 @@ def _equivalence_p(values: Sequence[float], sesoi: float, *, exact: bool) -> flo
     Equal values, e.g. counts of few examples, do not show how large the noise is, which the t test needs. The sign-flip
     test of their distance from ± sesoi does not: all lie on one side, which gives its smallest p.
     """
-    mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    mean, error = float(np.mean(values)), float(deviation(np.array(values))) / math.sqrt(len(values))
     margin = abs(sesoi - abs(mean))
     if margin == 0:
         return 1.0
@@ -397,7 +410,7 @@ def _directed(seen: Evidence, mean: float, low: float, high: float, size: int, e
     if not clear:
         return "undecided", _undecided(seen, low, high, size)
     told = {
-        "same": sum(mean * value > 0 for value in seen.values), "n": seen.n, "mean": f"{abs(mean):.3g}",
+        "same": sum(np.sign(value) == np.sign(mean) for value in seen.values), "n": seen.n, "mean": f"{abs(mean):.3g}",
         "interval": _interval(low, high), "p": _p_text(seen),
     }  # fmt: skip
     if mean > 0:

@@ -29,7 +29,7 @@ from gonio.lab.running.scripts import probe_script
 from gonio.lab.running.training import autocast
 from gonio.lab.running.tuning import require_optuna
 from gonio.lab.tasks.built_in import resolve as resolve_task
-from gonio.lab.tasks.task import Task
+from gonio.lab.tasks.task import Split, Task
 from gonio.models import resolve as resolve_model
 from gonio.models.by_name import code_digests, is_user_code
 from gonio.optim.named import check_settings
@@ -41,6 +41,10 @@ BUILT_IN_RECIPES = ("orthogonal-init", "switchable-norm", "decoupled-tanh", "sel
 _UNSTEADY = (
     "In evaluation mode the model gives other outputs when it is called again with the same inputs: it draws random "
     "numbers or keeps a state, and its scores have that noise."
+)
+_UNDEFINED = (
+    "The metric {metric!r} is {found} for the outputs of the untrained model and for constant ones: a run in which it "
+    "is never finite counts as diverged."
 )
 _SCRIPT_NOTE = "Training and score are those of a script of the user's own; equal budgets are the script's to keep."
 
@@ -113,7 +117,7 @@ def make_plan(
         direction=data.metric.direction,
         unit=data.metric.unit,
         splits={name: len(split) for name, split in data.splits.items()},
-        data=data.digest(),
+        data=_digest_of(data),
         sesoi=_positive("sesoi", data.sesoi if sesoi is None else sesoi),
         worst=data.metric.worst,
         code=code_digests(task, spec),
@@ -297,7 +301,7 @@ def _left_out(name: str) -> str:
 
 
 def _checked_outputs(model: nn.Module, spec: str, task: Task) -> tuple[Tensor, list[str]]:
-    """The outputs for two examples, after a check of the loss and the metrics, and a note if they differ the next time.
+    """The outputs for two examples, after a check of the loss and the metrics, and notes on what is unusual about them.
 
     Wrong shapes would fail every run.
     """
@@ -320,8 +324,8 @@ def _checked_outputs(model: nn.Module, spec: str, task: Task) -> tuple[Tensor, l
             f"{type(error).__name__}: {error}".rstrip("."),
             "Choose a model for such inputs and targets.",
         ) from error
-    _check_metrics(task, outputs)
-    return outputs, [] if torch.allclose(outputs, again, equal_nan=True) else [_UNSTEADY]
+    notes = [] if torch.allclose(outputs, again, equal_nan=True) else [_UNSTEADY]
+    return outputs, [*notes, *_check_metrics(task, outputs)]
 
 
 def _check_pairs(name: str, function: Callable[[Tensor, Tensor], Any], outputs: Tensor, targets: Tensor) -> None:
@@ -348,8 +352,13 @@ def _check_pairs(name: str, function: Callable[[Tensor, Tensor], Any], outputs: 
         raise InvalidArgumentError(needs, f"{found}broadcasts against each other", do)
 
 
-def _check_metrics(task: Task, outputs: Tensor) -> None:
-    """Whether each metric gives a number, with the outputs of two examples again and again for the whole test split."""
+def _check_metrics(task: Task, outputs: Tensor) -> list[str]:
+    """Whether each metric gives a number, with the outputs of two examples again and again for the whole test split.
+
+    Returns a note if the metric that decides gives one that is not finite, also for constant outputs: it may be
+    undefined for these only, or for all.
+    """
+    notes: list[str] = []
     try:
         targets = task.test.targets
     except InvalidArgumentError:  # a data set that must be read for them
@@ -358,11 +367,24 @@ def _check_metrics(task: Task, outputs: Tensor) -> None:
     for metric in (task.metric, *task.metrics):
         _check_pairs(f"the metric {metric.name!r}", metric.value, rows, targets)
         try:
-            metric.value(rows, targets)
+            found = metric.value(rows, targets)
         except GonioError:
             raise
         except Exception:  # it may be undefined for so few different outputs
             continue
+        if metric is task.metric and not math.isfinite(found) and bool(rows.isfinite().all()):
+            notes += [_UNDEFINED.format(metric=metric.name, found=found)] if _chance(task, outputs) is None else []
+    return notes
+
+
+def _digest_of(task: Task) -> str:
+    """The digest of the task's data, which must be the same again: other processes read them too."""
+    found = task.digest()
+    if not all(isinstance(split, Split) for split in task.splits.values()) and task.digest() != found:
+        needs = f"the examples of {task.name!r} must be the same each time that they are read"
+        do = "Draw random numbers from torch's, NumPy's or Python's global generator alone, which are seeded."
+        raise InvalidArgumentError(needs, "other ones when they were read again with the same seed", do)
+    return found
 
 
 def _chance(task: Task, outputs: Tensor) -> float | None:

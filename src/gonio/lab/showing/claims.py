@@ -80,8 +80,9 @@ def claims_csv(found: ClaimResults) -> str:
     """One line per claim; no cell runs as a formula in a spreadsheet."""
     rows = [
         [
-            one.claim.name, one.claim.scope, one.verdict, e.mean, e.low, e.high, one.unit, e.p, e.p_holm, e.n, e.sesoi,
-            e.direction, e.noise, one.task, one.model, " ".join(one.own), e.reason, one.claim.claim, one.command,
+            one.claim.name, one.claim.scope, one.verdict, e.mean, e.low, e.high, unit_of_difference(one.unit),
+            e.p, e.p_holm, e.n, e.sesoi, e.direction, e.noise, one.task, one.model, " ".join(one.own), e.reason,
+            one.claim.claim, one.command,
         ]
         for one in found.results
         for e in (one.evidence,)

@@ -100,8 +100,8 @@ def won(effect: Effect) -> str:
     """The pairs in which the recipe is better, of those that differ; ties are counted apart."""
     if effect.improvement is None:
         return "–"
-    tied = f", {counted(effect.ties, 'tie')}" if effect.ties else ""
-    return f"{effect.wins} of {effect.n}{tied}"
+    tied = [counted(effect.ties, "tie")] if effect.ties else []
+    return joined([say("{n} of {every}", n=effect.wins, every=effect.n), *tied])
 
 
 def added(amount: Amount | None) -> str:
@@ -122,9 +122,9 @@ def reached(reach: TimeToScore | None) -> str:
     """Time to the baseline's last validation score."""
     if reach is None:
         return "–"
-    outcome = "reached" if 2 * reach.reached > reach.n else "not reached"
-    said = outcome if reach.ratio is None else f"×{reach.ratio:.2f}"
-    return f"{said} (in {reach.reached} of {counted(reach.n, 'seed')})"
+    outcome = say("reached") if 2 * reach.reached > reach.n else say("not reached")
+    said = outcome if reach.ratio is None else fixed(f"×{reach.ratio:.2f}")
+    return say("{said} (in {n} of {seeds})", said=said, n=reach.reached, seeds=counted(reach.n, "seed"))
 
 
 def threat_text(results: Results) -> str:
