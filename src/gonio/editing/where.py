@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.execution import is_sharded as is_a_shard
 from gonio.execution import loaded
 from gonio.messages import Message, say
 
@@ -521,7 +522,7 @@ def is_replicated(model: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter is one process's part of a larger tensor."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    return any(map(is_a_shard, model.parameters()))
 
 
 def reshard_(model: nn.Module) -> None:
