@@ -435,7 +435,6 @@ def record(model: nn.Module, example: Any) -> Recording:
             if facts.facts_of(module).attends is not None:
                 ends.enter_context(module.register_forward_hook(recorder._kernel_hook, with_kwargs=True))
             ends.enter_context(module.register_forward_hook(recorder.leave, always_call=True))
-        torch.default_generator.manual_seed(0)
         with recorder:
             recorder.run.outputs = call(plain, example)
     return recorder.run
