@@ -22,13 +22,14 @@ from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, why_not_dense
 from gonio.messages import say
+from gonio.nn.conversion import computes_as
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
 from gonio.seeding import generator
 from gonio.surgery import Site, sites
 from gonio.surgery.calibrate import own_buffers
 from gonio.surgery.equivalent import call, first_input
-from gonio.surgery.facts import CONVOLUTIONS, computes_as, facts_of
+from gonio.surgery.facts import CONVOLUTIONS, facts_of
 
 _OF_CHANNELS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 _OF_LAST = (nn.LayerNorm, nn.RMSNorm)
