@@ -39,12 +39,9 @@ class Copies:
         To be called after a step, before anything else changes the weight; then :meth:`left`.
         """
         key = id(parameter)
-        # of shards, processes would have to agree
-        if (
-            is_sharded(parameter)
-            or torch.finfo(parameter.dtype).bits >= 32
-            or self._times.setdefault(key, self._steps) == 0
-        ):
+        if is_sharded(parameter) or torch.finfo(parameter.dtype).bits >= 32:  # of shards, processes would have to agree
+            return ""
+        if self._times.setdefault(key, self._steps) == 0:
             return ""
         now, (before, place) = parameter.detach().clone(), self._before.get(key, (None, ""))
         if before is not None and torch.equal(before, now):

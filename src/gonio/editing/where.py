@@ -362,6 +362,18 @@ def sites(model: nn.Module) -> list[Site]:
     return [Site(names[0], module, tuple(owners[module]), tuple(names[1:])) for module, names in paths.items()]
 
 
+def sites_at(model: nn.Module) -> dict[str, Site]:
+    """The sites of a model by all of their paths.
+
+    Example:
+        >>> from gonio.editing.where import sites_at
+        >>> shared = nn.ReLU()
+        >>> [*sites_at(nn.Sequential(shared, shared))]
+        ['', '0', '1']
+    """
+    return {path: site for site in sites(model) for path in (site.path, *site.aliases)}
+
+
 def modules_at(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of :func:`sites` by their paths: at the path of a wrapper, what is inside.
 
