@@ -14,8 +14,9 @@ from torch import nn
 
 from catalog import seeded
 from gonio.errors import NotApplicableError
+from gonio.nn.conversion import computes_as
 from gonio.surgery import activation_after, balance_, followed_by_norm
-from gonio.surgery.facts import computes_as, facts_of
+from gonio.surgery.facts import facts_of
 from gonio.surgery.graph import trace
 from surgery.net import Net
 
@@ -240,3 +241,11 @@ def test_threads_may_trace_at_the_same_time() -> None:
     for thread in threads:
         thread.join()
     assert reasons == [""] * 4
+
+
+def test_a_method_that_is_set_on_a_convolution_is_another_forward() -> None:
+    conv = nn.Conv2d(1, 2, 3)
+    assert computes_as(conv, (nn.Conv2d,))
+    plain = conv._conv_forward
+    conv._conv_forward = lambda *given: 2 * plain(*given)
+    assert not computes_as(conv, (nn.Conv2d,))

@@ -19,7 +19,7 @@ from torch import nn
 import foreign
 import gonio
 from gonio import parametrizations as P
-from gonio.editing.steps import watch
+from gonio.editing.steps import differ, sum_of, watch
 from gonio.editing.wrappers import real_optimizers
 from gonio.errors import InvalidArgumentError, NotApplicableError
 
@@ -569,3 +569,13 @@ def test_an_optimizer_whose_step_calls_another_is_as_it_was_after_the_last_watch
     edit.undo_()
     assert set(vars(held)) == before[0]
     assert set(vars(other)) == before[1]  # of which no watch is
+
+
+def test_a_small_change_of_many_entries_in_half_precision_is_told() -> None:
+    """The sum of 1000 entries in bfloat16 is a multiple of 4."""
+    weight = torch.ones(1000, dtype=torch.bfloat16)
+    before = sum_of(weight)
+    weight[0] = 1.5
+    assert differ(before, sum_of(weight))
+    weight[0] = torch.nan
+    assert not differ(sum_of(weight), sum_of(weight))

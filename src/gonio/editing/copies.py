@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.memory import has_address
 from gonio.editing.wrappers import parameter_ids, with_inner
+from gonio.execution import is_sharded
 
 _COMPARED = 64  # entries, of a copy that may be longer than the weight
 
@@ -38,8 +39,9 @@ class Copies:
         To be called after a step, before anything else changes the weight; then :meth:`left`.
         """
         key = id(parameter)
-        whole = not hasattr(parameter, "device_mesh")  # of shards, processes would have to agree
-        if not whole or torch.finfo(parameter.dtype).bits >= 32 or self._times.setdefault(key, self._steps) == 0:
+        if is_sharded(parameter) or torch.finfo(parameter.dtype).bits >= 32:  # of shards, processes would have to agree
+            return ""
+        if self._times.setdefault(key, self._steps) == 0:
             return ""
         now, (before, place) = parameter.detach().clone(), self._before.get(key, (None, ""))
         if before is not None and torch.equal(before, now):

@@ -268,7 +268,7 @@ class _Written(TorchDispatchMode):
         self._stored = {}
         with _looking():
             for place, parameter in enumerate(self._parameters):
-                if place in self._counts and self._counts[place] != _count(parameter):  # written by a verb since
+                if place in self._counts and self._counts[place] != version_of(parameter):  # written by a verb since
                     self._forget(place)
                 self._data.setdefault(place, parameter.detach())
                 self._stored.setdefault(storage_of(parameter), []).append(place)
@@ -283,7 +283,7 @@ class _Written(TorchDispatchMode):
         with _looking():
             for place, parameter in enumerate(self._parameters):
                 if place in self._values or storage_of(parameter) != storage_of(self._data[place]):
-                    self._counts[place] = _count(parameter)
+                    self._counts[place] = version_of(parameter)
                 else:
                     self._forget(place)
 
@@ -297,7 +297,7 @@ class _Written(TorchDispatchMode):
     def put_back_(self) -> None:
         for place, count in self._counts.items():
             parameter, data = self._parameters[place], self._data[place]
-            if count != _count(parameter):
+            if count != version_of(parameter):
                 continue
             if place in self._values:
                 data.data.copy_(self._values[place])  # a change that autograd does not count
@@ -322,6 +322,6 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
                 yield each
 
 
-def _count(tensor: Tensor) -> int:
-    """How often a tensor was changed, as autograd counts it; tensors of inference mode are not counted."""
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as autograd counts it; 0 for one of inference mode, which is not."""
     return 0 if tensor.is_inference() else int(tensor._version)

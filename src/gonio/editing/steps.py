@@ -23,6 +23,7 @@ from gonio.editing.edit import Edit, Ref, Refer
 from gonio.editing.where import require_model
 from gonio.editing.wrappers import innermost, is_transparent, parameter_ids, real_optimizers, with_inner
 from gonio.errors import InvalidArgumentError, UntrainedParametersError
+from gonio.execution import is_sharded
 from gonio.messages import counted, say
 
 Parameters = Sequence[nn.Parameter]
@@ -211,12 +212,14 @@ Sum = tuple[torch.dtype, torch.device, str]
 
 
 def sum_of(weight: Tensor) -> Sum:
-    """The sum of the entries that are in this process, exactly, also of NaN; with dtype and device.
+    """The sum of the entries that are in this process, in float64, also of NaN; with dtype and device.
 
     It tells changes that torch does not count, as those through `.data`.
     """
-    mine = weight.to_local() if hasattr(weight, "to_local") else weight
-    return mine.dtype, mine.device, "" if mine.is_meta else repr(mine.detach().sum().item())
+    mine: Any = weight
+    mine = mine.to_local() if is_sharded(weight) else weight
+    wide = torch.promote_types(mine.dtype, torch.float64)
+    return mine.dtype, mine.device, "" if mine.is_meta else repr(mine.detach().sum(dtype=wide).item())
 
 
 def differ(was: Sum, now: Sum) -> bool:

@@ -358,9 +358,9 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     """Gives a twin of the model without its wrappers, in evaluation mode.
 
     A sharded model runs itself, because the hooks that gather its shards refer to its own modules; every module gets
-    its own mode and buffers back. Parameters that the twin's forward writes to get their values back, and what it draws
-    leaves torch's global generators, of the CPU and of the model's GPUs, as they were. Under autocast no cast weight is
-    kept, because verbs change weights between two runs.
+    its own mode and buffers back. Parameters that the twin's forward writes to get their values back. Torch's global
+    generators, of the CPU and of the model's GPUs, begin with the same numbers each time, and are afterwards as they
+    were. Under autocast no cast weight is kept, because verbs change weights between two runs.
 
     Raises:
         NotApplicableError: where the forward of the twin calls a module of the model itself, which the twin's cannot
@@ -369,6 +369,8 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     inner = unwrapped(model)
     devices = sorted({p.device.index for p in inner.parameters() if p.device.type == "cuda"})
     with state_kept(devices), _without_cached_casts():
+        for each in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
+            each.manual_seed(0)
         if not is_sharded(inner):
             twin = without_wrappers(in_mode(twin_of(inner), training=False))
             with left_alone(inner, twin), writes_taken_back(twin):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gonio.errors import GonioError, InvalidArgumentError, NoMatchError, NotApplicableError
+from gonio.execution import is_sharded as is_a_shard
 from gonio.execution import loaded
 from gonio.messages import Message, say
 
@@ -361,6 +362,18 @@ def sites(model: nn.Module) -> list[Site]:
     return [Site(names[0], module, tuple(owners[module]), tuple(names[1:])) for module, names in paths.items()]
 
 
+def sites_at(model: nn.Module) -> dict[str, Site]:
+    """The sites of a model by all of their paths.
+
+    Example:
+        >>> from gonio.editing.where import sites_at
+        >>> shared = nn.ReLU()
+        >>> [*sites_at(nn.Sequential(shared, shared))]
+        ['', '0', '1']
+    """
+    return {path: site for site in sites(model) for path in (site.path, *site.aliases)}
+
+
 def modules_at(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of :func:`sites` by their paths: at the path of a wrapper, what is inside.
 
@@ -521,7 +534,7 @@ def is_replicated(model: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter is one process's part of a larger tensor."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    return any(map(is_a_shard, model.parameters()))
 
 
 def reshard_(model: nn.Module) -> None:

@@ -17,12 +17,13 @@ from gonio.geometry.norms import (
     full_precision,
     in_range,
     safe_norm,
+    small_side,
     unit_vectors,
     whole,
     widen,
     widest,
 )
-from gonio.seeding import generator
+from gonio.seeding import normal
 
 # Note [Close pairs]
 # acos loses half of the digits near ±1: in float32 it does not distinguish 0 from 3e-4 rad. For two vectors
@@ -176,15 +177,14 @@ def alignment(matrix: Array) -> Tensor:
         (tensor(0.), tensor(4.))
     """
     matrix = as_matrices(matrix, "alignment")
-    n, d = matrix.shape[-2:]
     with full_precision(matrix):
         unit = unit_vectors(in_range(matrix))
-        # |U Uᵀ|² = |Uᵀ U|²: the smaller side needs no n² memory.
-        gram = unit @ unit.mT if n <= d else unit.mT @ unit
+        small = small_side(unit)  # |U Uᵀ|² = |Uᵀ U|²: the smaller side needs no n² memory
+        gram = small @ small.mT
         self_terms = (unit * unit).sum(-1).square().sum(-1)
         off_diagonal = (gram * gram).sum((-2, -1)) - self_terms
     pairs = _ordered_pairs(matrix)
-    value = d * off_diagonal.clamp(min=0) / pairs.clamp(min=1)
+    value = matrix.shape[-1] * off_diagonal.clamp(min=0) / pairs.clamp(min=1)
     return torch.where(pairs > 0, value, 1.0)
 
 
@@ -236,9 +236,7 @@ def sign_similarity(matrix: Array) -> Tensor:
 
 def hyperplanes(d: int, bits: int, like: Tensor, seed: int) -> Tensor:
     """Normals of `bits` random hyperplanes as columns, (d, bits); the same on every device."""
-    return torch.randn(
-        d, bits, generator=generator(seed, "hyperplanes", d, bits), device="cpu", dtype=torch.float32
-    ).to(widen(like))
+    return normal((d, bits), seed, "hyperplanes", d, bits).to(widen(like))
 
 
 def sign_hash(vectors: Array, bits: int = 256, *, seed: int = 0) -> Tensor:

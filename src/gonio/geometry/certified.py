@@ -67,7 +67,7 @@ def operator_norm_bound(weight: Array, *, layout: Layout = PLAIN) -> float:
     points = next((points for points, limit in _POINTS.items() if cost <= limit), _COARSEST)
     grid = [max(8, points * r) if r else 1 for r in taps.reach]
     between = 1 / prod(cos(pi * r / n) for r, n in zip(taps.reach, grid, strict=True))
-    stride = layout.stride or (1,) * len(grid)
+    stride, _ = layout.per_axis(len(grid))
     size = [max(8, points * r) * s for r, s in zip(taps.reach, stride, strict=True)]
     on_grid = float(conv_spectral_norm(weight / scale, size, layout=layout)) * sqrt((1 + between) / 2)
     return _times(min(by_gram, on_grid), scale)

@@ -16,7 +16,7 @@ from gonio.geometry.lanczos import Krylov
 from gonio.geometry.norms import Array, as_real, full_precision, normalize, safe_norm, whole, widen, widest
 from gonio.geometry.spectra import singular_values
 from gonio.geometry.views import PLAIN, Layout
-from gonio.seeding import generator
+from gonio.seeding import normal
 
 # Note [Ruling out frequencies]
 # s_max(F) < t exactly if t²I − FFᴴ has a Cholesky factor, which costs a third of the singular values. So norms are
@@ -355,7 +355,7 @@ class _Walk:
 
 def _start(taps: Taps, points: Tensor, grid: Sequence[int], seed: int) -> _Walk:
     groups, _, out, _ = taps.matrices.shape
-    draw = torch.randn(groups, out, 1, 2, generator=generator(seed, "conv"), dtype=torch.float64, device="cpu")
+    draw = normal((groups, out, 1, 2), seed, "conv", dtype=torch.float64)
     phase = taps.phases(radians(points, grid, taps.matrices))
     u = normalize(draw.to(taps.matrices).expand(-1, -1, len(points), -1), (1, 3))
     krylov = Krylov(basis=(normalize(_adjoint(taps, phase, u), (1, 3)),), dims=(1, 3), passes=0)

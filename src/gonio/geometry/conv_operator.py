@@ -60,7 +60,7 @@ class Taps:
 def taps_of(weight: Tensor, layout: Layout = PLAIN) -> Taps:
     """The stride-1 form of a convolution, transposed or not, dilated, strided, grouped; raises for anything else."""
     dims = weight.ndim - 2
-    stride, dilation = layout.stride or (1,) * dims, layout.dilation or (1,) * dims
+    stride, dilation = layout.per_axis(dims)
     if dims < 1 or layout.blocks != 1 or len(stride) != dims or len(dilation) != dims:
         raise InvalidArgumentError(
             "the norm of a convolution needs its weight (out, in/groups, *kernel) and its layout",
@@ -114,7 +114,7 @@ def radians(points: Tensor, size: Sequence[int], like: Tensor) -> Tensor:
 
 def polyphase_grid(size: Sequence[int], layout: Layout, weight: Tensor, reach: Sequence[int]) -> tuple[int, ...]:
     """`size` divided by the stride, and 1 in dimensions in which the symbol is constant."""
-    stride = layout.stride or (1,) * (weight.ndim - 2)
+    stride, _ = layout.per_axis(weight.ndim - 2)
     if len(size) != len(stride) or any(n < 1 or n % s for n, s in zip(size, stride, strict=False)):
         raise InvalidArgumentError(
             f"the grid needs one size per kernel dimension, each a multiple of the stride {tuple(stride)}",
@@ -129,9 +129,8 @@ def periodic_grid(shape: Sequence[int], layout: Layout, *, least: int = 16) -> t
 
     Rounded up to a multiple of the stride.
     """
-    ones = (1,) * (len(shape) - 2)
-    axes = zip(shape[2:], layout.dilation or ones, layout.stride or ones, strict=True)
-    return tuple(s * ceil(max(least, 2 * (d * (k - 1) + 1)) / s) for k, d, s in axes)
+    axes = zip(shape[2:], *layout.per_axis(len(shape) - 2), strict=True)
+    return tuple(s * ceil(max(least, 2 * (d * (k - 1) + 1)) / s) for k, s, d in axes)
 
 
 # --- dense ----------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def _pad_sides(weight: Tensor, layout: Layout) -> list[int]:
     """Padding of both sides per dimension, last dimension first, as F.pad reads it."""
     kernel = weight.shape[2:]
     if layout.padding == "same":
-        totals = [d * (k - 1) for d, k in zip(layout.dilation or (1,) * len(kernel), kernel, strict=True)]
+        totals = [d * (k - 1) for d, k in zip(layout.per_axis(len(kernel))[1], kernel, strict=True)]
         sides = [(total // 2, total - total // 2) for total in totals]
     else:
         widths = () if layout.padding == "valid" else layout.padding

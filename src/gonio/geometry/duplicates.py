@@ -15,7 +15,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.geometry.angles import hyperplanes
 from gonio.geometry.blocks import BLOCK, row_blocks, row_directions
 from gonio.geometry.norms import Array, as_matrices, check_finite, computed_in, full_precision, whole
-from gonio.seeding import generator
+from gonio.seeding import generator, normal
 
 EXACT_SIZE = 8192  # vectors up to which the Gram matrix costs no more than planning a search
 GRAM_BLOCK = 1024  # rows and columns of one Gram block
@@ -368,20 +368,10 @@ def _keys(unit: Tensor, search: Search, seed: int) -> Tensor:
     Without centring a negated vector has the complementary bits: the smaller of both keys is the bucket.
     """
     normals = hyperplanes(unit.shape[-1], search.pool, unit, seed)
-    places = torch.rand(
-        search.bands,
-        search.pool,
-        generator=generator(seed, "bands", search.bands, search.pool),
-        device="cpu",
-        dtype=torch.float32,
-    )
-    places = places.topk(search.bits).indices
+    drawn, sizes = generator(seed, "bands", search.bands, search.pool), (search.bands, search.pool)
+    places = torch.rand(sizes, generator=drawn, device="cpu", dtype=torch.float32).topk(search.bits).indices
     powers = 2.0 ** torch.arange(search.bits, dtype=torch.float32, device="cpu").expand_as(places)
-    reading = (
-        torch.zeros(search.bands, search.pool, device="cpu", dtype=torch.float32)
-        .scatter_(1, places, powers)
-        .mT.to(unit)
-    )
+    reading = powers.new_zeros(sizes).scatter_(1, places, powers).mT.to(unit)
     signed = [unit] if search.mean is None else [unit - search.mean, -unit - search.mean]
     keys = torch.empty(len(signed) * len(unit), search.bands, dtype=torch.int32, device=unit.device)
     parts = (part for vectors in signed for part in vectors.split(ROW_CHUNK))
@@ -430,9 +420,7 @@ def near_pairs(matrix: Tensor, *, name: str) -> tuple[Tensor, Tensor] | None:
     if d <= UNPROJECTED:
         found = near_duplicates(zero_nonfinite(matrix.to(computed_in(matrix.dtype))), cosine=NEAR)
         return found.pairs, found.cosines
-    onto = torch.randn(d, SKETCH, generator=generator(0, "near_pairs", name), device="cpu", dtype=torch.float32).to(
-        matrix.device
-    )
+    onto = normal((d, SKETCH), 0, "near_pairs", name).to(matrix.device)
     sketch = torch.empty(n, SKETCH, device=matrix.device, dtype=torch.float32)
     for start, rows in row_blocks(matrix):
         torch.mm(rows.float(), onto, out=sketch[start : start + len(rows)])

@@ -18,11 +18,12 @@ from gonio.geometry.norms import (
     computed_in,
     full_precision,
     normalize,
+    small_side,
     whole,
     widen,
     widest,
 )
-from gonio.seeding import generator
+from gonio.seeding import normal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def spectral_norm(matrix: Array, *, steps: int = 48, seed: int = 0) -> Tensor:
         return spectral_norm(matrix[0], steps=steps, seed=seed).unsqueeze(0)
     matrix = whole(matrix)
     with full_precision(matrix):
-        wide = widen(matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT)
+        wide = widen(small_side(matrix))
         u, v = _top_pair(wide.detach(), min(steps, wide.shape[-2]), seed)
         return (u.mT @ (wide @ v)).squeeze((-2, -1))
 
@@ -127,9 +128,7 @@ def _top_pair(matrix: Tensor, steps: int, seed: int) -> tuple[Tensor, Tensor]:
         wide = (matrix / scale).to(widest(matrix))
         v = normalize(wide.mT @ torch.linalg.eigh(wide @ wide.mT).eigenvectors[..., -1:], -2).to(matrix)
         return normalize(matrix @ v / scale, -2), v
-    draw = torch.randn(
-        matrix.shape[-2], 1, generator=generator(seed, "spectral_norm"), dtype=torch.float64, device="cpu"
-    )
+    draw = normal((matrix.shape[-2], 1), seed, "spectral_norm", dtype=torch.float64)
     start = normalize(matrix.mT @ normalize(draw.to(matrix), -2) / scale, -2)
     krylov = Krylov(basis=(start,)).forward(lambda v: matrix.mT @ (matrix @ v / scale) / scale, steps)
     top = torch.linalg.eigh(krylov.tridiagonal().cpu()).eigenvectors[..., -1:]
@@ -150,7 +149,7 @@ def largest_singular_value(matrix: Stored, *, name: str, steps: int = 32) -> flo
     def times(v: Tensor) -> Tensor:
         return normal_product(matrix, v[:, 0], scale=scale).unsqueeze(1)
 
-    start = torch.randn(matrix.shape[1], 1, generator=generator(0, "largest", name), dtype=torch.float64, device="cpu")
+    start = normal((matrix.shape[1], 1), 0, "largest", name, dtype=torch.float64)
     dtype = computed_in(matrix.dtype)
     krylov = Krylov(basis=(normalize(start, 0).to(matrix.device, dtype),))
     for step in range(min(steps, *matrix.shape)):

@@ -12,7 +12,7 @@ from gonio.errors import InvalidArgumentError, import_extra
 from gonio.geometry.blocks import row_directions
 from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import Array, as_matrices, check_finite, full_precision, whole
-from gonio.seeding import generator
+from gonio.seeding import normal
 
 SIMULATED = 1024  # rows on each side, at most, of the random directions that give the chance level
 CERTAINTY = 0.99  # with which no pair of random directions exceeds `limit`
@@ -92,16 +92,10 @@ def match(a: Array, b: Array, *, signs: Literal["same", "either"] = "same", seed
     with full_precision(rows[0]):
         first, second, cosines = _paired(rows[0], rows[1], signs)
         d = rows[0].shape[1]
-        random = [
-            torch.randn(
-                min(len(x), SIMULATED), d, generator=generator(seed, "match", name), device="cpu", dtype=torch.float32
-            )
-            for x, name in zip(rows, "ab", strict=True)
-        ]
+        random = [normal((min(len(x), SIMULATED), d), seed, "match", n) for x, n in zip(rows, "ab", strict=True)]
         chance = float(_paired(random[0], random[1], signs)[2].abs().mean())
-    return Matching(
-        first, second, cosines, chance, random_coherence(len(rows[0]) * len(rows[1]), d, quantile=CERTAINTY)
-    )
+    limit = random_coherence(len(rows[0]) * len(rows[1]), d, quantile=CERTAINTY)
+    return Matching(first, second, cosines, chance, limit)
 
 
 def _paired(a: Tensor, b: Tensor, signs: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -195,6 +195,11 @@ def in_range(x: Tensor, dim: int = -1) -> Tensor:
     return x / largest.masked_fill(~large, 1)
 
 
+def small_side(matrix: Tensor) -> Tensor:
+    """The matrices with the smaller side as rows: W or its transpose; a view."""
+    return matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+
+
 def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
     """matrix @ vector on all cores, for a matrix (rows, columns); for its transpose pass ``matrix.T``.
 

@@ -19,11 +19,12 @@ from gonio.geometry.norms import (
     full_precision,
     gram,
     safe_norm,
+    small_side,
     whole,
     widen,
     widest,
 )
-from gonio.seeding import generator
+from gonio.seeding import normal
 
 # Note [Gram or SVD]
 # eigvalsh of the smaller float64 Gram matrix is 2 to 3 times as fast as an SVD, but the error of a singular value s
@@ -60,9 +61,8 @@ def singular_values(matrix: Array) -> Tensor:
             return wide.new_zeros((*matrix.shape[:-2], min(matrix.shape[-2:])), dtype=widen(matrix).dtype)
         scale = wide.detach().abs().amax((-2, -1), keepdim=True)
         scale = scale.masked_fill(scale == 0, 1)  # the square of 1e200 overflows
-        wide = wide / scale
-        n, d = matrix.shape[-2:]
-        eigenvalues = torch.linalg.eigvalsh(wide @ wide.mT if n <= d else wide.mT @ wide).flip(-1)
+        wide = small_side(wide / scale)
+        eigenvalues = torch.linalg.eigvalsh(wide @ wide.mT).flip(-1)
         if bool((eigenvalues[..., -1] < GRAM_LIMIT * eigenvalues[..., 0]).any()):
             values = torch.linalg.svdvals(wide)
         else:
@@ -328,9 +328,7 @@ def energy_rank(matrices: Stored, found: SpectrumEstimate, share: float, *, name
 
 
 def _range_values(matrix: Stored, name: str) -> Tensor:
-    draw = torch.randn(
-        matrix.shape[1], LARGEST_RANK, generator=generator(0, "sketch", name), dtype=torch.float64, device="cpu"
-    )
+    draw = normal((matrix.shape[1], LARGEST_RANK), 0, "sketch", name, dtype=torch.float64)
     draw = draw.to(matrix.device, computed_in(matrix.dtype))
     basis = torch.linalg.qr(torch.cat([rows @ draw for _, rows in row_blocks(matrix)])).Q
     inside = torch.zeros_like(draw)  # (Qᵀ W)ᵀ

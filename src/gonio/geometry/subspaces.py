@@ -30,7 +30,7 @@ from gonio.geometry.norms import (
     normalize,
     widest,
 )
-from gonio.seeding import generator
+from gonio.seeding import normal
 
 # Note [Block Krylov]
 # From a random block Q₀ the vectors (W Wᵀ)ʲ Q₀ span a space whose Ritz vectors converge with the square root of
@@ -150,7 +150,7 @@ def _sine(squares: Tensor, k: int, residual: float, dtype: torch.dtype) -> float
 def _start(matrix: Tensor, k: int, seed: int) -> Tensor:
     """Random columns for the matrix, some more than k."""
     width = -(-(k + BLOCK) // MULTIPLE) * MULTIPLE
-    draw = torch.randn(len(matrix), width, generator=generator(seed, "top_subspace"), dtype=torch.float64, device="cpu")
+    draw = normal((len(matrix), width), seed, "top_subspace", dtype=torch.float64)
     return draw.to(matrix.device, computed_in(matrix.dtype))
 
 

@@ -61,6 +61,10 @@ class Layout:
         """Number of matrices of the filters view."""
         return self.groups * self.blocks
 
+    def per_axis(self, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Stride and dilation with one number for each of so many kernel dimensions."""
+        return self.stride or (1,) * dims, self.dilation or (1,) * dims
+
 
 PLAIN = Layout()
 _OF_GATES = re.compile(r"weight_(ih|hh)(_l\d+(_reverse)?)?")

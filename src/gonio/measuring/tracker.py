@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gonio.editing.edit import referrer
 from gonio.editing.steps import differ, sum_of, watch
-from gonio.editing.where import asked_of, require_model
+from gonio.editing.where import asked_of, modules_at, require_model
 from gonio.editing.wrappers import parameter_ids
 from gonio.errors import GonioWarning, InvalidArgumentError, NoMatchError, listing
 from gonio.execution import is_sharded, several_ranks
@@ -520,7 +520,7 @@ class Tracker:
 
     def _entries(self) -> list[TensorEntry]:
         """The weights with filters of the selected layers."""
-        modules = {site.path: site.module for site in sites(self._model)}
+        modules = modules_at(self._model)
         found = [e for e in entries_of_model(self._model) if e.layout is not None and e.load is not None]
         left = self._left_out(found)
         weights = [entry for entry in found if entry.name not in left]

@@ -1,4 +1,4 @@
-"""What the layers of this package share: the parameters of a torch layer, and running statistics in float32."""
+"""What the layers of this package share: a torch layer and its parameters, and running statistics in float32."""
 
 from __future__ import annotations
 
@@ -14,6 +14,25 @@ from gonio.errors import NotApplicableError, with_article
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
+def computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    """Whether the module is of one of these classes and runs that class's own forward.
+
+    Example:
+        >>> from gonio.nn.conversion import computes_as
+        >>> class Halved(nn.Linear):
+        ...     def forward(self, x):
+        ...         return super().forward(x) / 2
+        >>> computes_as(nn.Linear(2, 2), (nn.Linear,)), computes_as(Halved(2, 2), (nn.Linear,))
+        (True, False)
+    """
+    kind = next((kind for kind in kinds if isinstance(module, kind)), None)
+    methods = ("forward", "_conv_forward")
+    return kind is not None and all(
+        method not in vars(module) and getattr(type(module), method, None) is getattr(kind, method, None)
+        for method in methods
+    )
+
+
 def check_plain(layer: nn.Module, *kinds: type[nn.Module], verb: str) -> None:
     """Raise unless `layer` computes exactly what one of torch's `kinds` computes from its own parameters."""
     found = _own_class(layer).__name__
@@ -21,10 +40,9 @@ def check_plain(layer: nn.Module, *kinds: type[nn.Module], verb: str) -> None:
     if kind is None:
         known = " or ".join(each.__name__ for each in kinds)
         raise NotApplicableError(verb, found, f"it takes {with_article(known)}", "Select layers of that type.")
-    for method in ("forward", "_conv_forward"):
-        if getattr(type(layer), method, None) is not getattr(kind, method, None) or method in vars(layer):
-            why = f"this subclass of {kind.__name__} computes something else"
-            raise NotApplicableError(verb, found, why, "Convert it to the torch layer first, or leave it out.")
+    if not computes_as(layer, (kind,)):
+        why = f"this subclass of {kind.__name__} computes something else"
+        raise NotApplicableError(verb, found, why, "Convert it to the torch layer first, or leave it out.")
     for name in ("weight", "bias"):
         stored = name in layer._parameters or not hasattr(layer, name)
         if not stored or isinstance(getattr(type(layer), name, None), property):

@@ -12,7 +12,7 @@ from gonio.errors import InvalidArgumentError
 from gonio.execution import ProcessGroup, inside_backward, ordinary_eager, several_ranks, total
 from gonio.geometry.norms import whole, widest
 from gonio.nn import kernels
-from gonio.nn.conversion import RunningStatistics, check_plain
+from gonio.nn.conversion import RunningStatistics, check_plain, share_
 from gonio.nn.switchable_function import Pair, Settings, switchable_norm
 
 KINDS = ("instance", "layer", "batch")
@@ -100,15 +100,14 @@ class SwitchableNorm(RunningStatistics):
         group = process_group or getattr(norm, "process_group", None)
         options = {"use_batch": use_batch, "synchronize": synchronize}
         new = cls(*same, like.device, like.dtype, **options, process_group=group)
-        for name in ("weight", "bias"):
-            new._parameters[name] = norm._parameters[name]
+        share_(new, norm)
         if norm.affine and not any(parameter.requires_grad for parameter in norm.parameters()):
             new.requires_grad_(False)  # frozen stays frozen, the mixture too
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             old, buffer = norm._buffers.get(name), new._buffers.get(name)
             if old is not None and buffer is not None:
                 new._buffers[name] = old.detach().clone().to(buffer.dtype)
-        return new.train(norm.training)
+        return new
 
     def mixture(self) -> dict[str, dict[str, float]]:
         """The share of each statistic in the mean and in the variance; each sums to 1."""

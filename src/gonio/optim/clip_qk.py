@@ -18,7 +18,16 @@ from gonio.editing.copies import Copies
 from gonio.editing.edit import Edit, Edited
 from gonio.editing.steps import Sum, check_optimizer, differ, expect_steps_, sum_of, watch
 from gonio.editing.twin import without_wrappers
-from gonio.editing.where import Where, as_selector, asked_of, holds_original, is_replicated, refuse_shards, sites
+from gonio.editing.where import (
+    Where,
+    as_selector,
+    asked_of,
+    holds_original,
+    is_replicated,
+    modules_at,
+    refuse_shards,
+    sites,
+)
 from gonio.editing.wrappers import parameter_ids, real_optimizers, with_inner
 from gonio.errors import AlreadyAppliedError, InvalidArgumentError, NoMatchError, NotApplicableError, check_range
 from gonio.execution import several_ranks
@@ -260,7 +269,7 @@ class _Clip:
         """Observe the forwards of the blocks' modules, and the optimizer's steps."""
         self._optimizer = weakref.ref(optimizer)
         self._observed = [_Observe(block, self.limit, weakref.ref(optimizer)) for block in self.blocks]
-        self._ends += observing(self._observed, {site.path: site.module for site in sites(self._model)}, found)
+        self._ends += observing(self._observed, modules_at(self._model), found)
         self._ends.append(watch(optimizer, after=self._after, verb="clip_qk_"))
 
     def end_(self) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gonio.editing.copies import Copies
 from gonio.editing.edit import Edit, Follower, Ref, follow_
 from gonio.editing.optimizer_states import KEPT_RADIUS
-from gonio.editing.steps import watch
+from gonio.editing.steps import Sum, differ, sum_of, watch
 from gonio.editing.wrappers import is_transparent, parameter_ids, with_inner
 from gonio.errors import GonioWarning, InvalidArgumentError, NormNotHeldError, NotApplicableError, listing, with_article
 from gonio.messages import say
@@ -43,7 +43,7 @@ class HeldWeight:
     had_gradient: bool = False  # before the step: some optimizers clear gradients in it
     version: int = -1
     trained: bool = False  # a step under the hold has changed it
-    total: float | None = None  # the sum of its entries at the last check, if the optimizer does not have it
+    sum: Sum | None = None  # of its entries at the last check, if the optimizer does not have it
 
     def moved(self) -> bool:
         """Whether the step may have changed the weight."""
@@ -64,8 +64,8 @@ class HeldWeight:
 
     def changed(self) -> bool:
         """Whether it has other entries than at the last call, also by what is written through `.data`."""
-        before, self.total = self.total, float(self.parameter.detach().double().sum())
-        return before is not None and self.total != before
+        before, self.sum = self.sum, sum_of(self.parameter)
+        return before is not None and differ(before, self.sum)
 
     @property
     def tolerance(self) -> float:

@@ -62,10 +62,7 @@ class Vectors:
             return total.view(-1, *[1] * self.ndim)
         if self.norm == "spectral":
             return self._spectral_norms(whole(weight).to(dtype)).view(-1, *[1] * self.ndim)
-        if self.layout.matrices == 1:
-            dims = tuple(dim - 1 for dim in self.reduced)
-            return whole(torch.linalg.vector_norm(weight, dim=dims, keepdim=True, dtype=dtype)).unsqueeze(0)
-        if 1 in self.reduced:
+        if self.layout.matrices > 1 and 1 in self.reduced:
             split = weight.unflatten(0, (self.layout.matrices, -1))
             return torch.linalg.vector_norm(split, dim=self.reduced, keepdim=True, dtype=dtype)
         dims = tuple(dim - 1 for dim in self.reduced)

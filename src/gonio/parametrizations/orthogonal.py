@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gonio.execution import apply, cut_like, is_sharded, ordinary_eager
-from gonio.geometry.norms import whole, widen
+from gonio.geometry.norms import small_side, whole, widen
 from gonio.geometry.views import from_matrices, matrix_view
 from gonio.parametrizations.parametrization import Parametrization, positive
 
@@ -76,9 +76,13 @@ class Orthogonal(Parametrization):
     def holds(self, weight: Tensor) -> bool:
         """Whether the rows (or columns) of each group are orthonormal up to the scale and rounding."""
         matrices = matrix_view(weight.detach().double(), self.bound_layout) / self.scale
-        small = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-        defect = small @ small.mT - torch.eye(small.shape[-2], dtype=small.dtype, device=small.device)
-        return bool(defect.abs().max() <= 10 * small.shape[-1] ** 0.5 * torch.finfo(weight.dtype).eps)
+        return bool(defect_of(matrices) <= 10 * max(matrices.shape[-2:]) ** 0.5 * torch.finfo(weight.dtype).eps)
+
+
+def defect_of(matrices: Tensor) -> Tensor:
+    """The largest entry of |A Aᴴ − I| of real or complex matrices, by their smaller sides."""
+    small = small_side(matrices)
+    return (small @ small.mH - torch.eye(small.shape[-2], dtype=small.dtype, device=small.device)).abs().max()
 
 
 # Note [Polar derivative]

@@ -14,7 +14,7 @@ from gonio.execution import cut_like, is_sharded
 from gonio.geometry.conv_operator import Taps, frequencies, taps_of
 from gonio.geometry.norms import whole, widen
 from gonio.geometry.views import Layout
-from gonio.parametrizations.orthogonal import completed_polar, corrected, polar
+from gonio.parametrizations.orthogonal import completed_polar, corrected, defect_of, polar
 from gonio.parametrizations.parametrization import Parametrization, positive
 
 _SWEEPS = 8  # of the search for the nearest kernel; twice as many come 1 to 3 % closer
@@ -59,8 +59,7 @@ class _Shape:
     @classmethod
     def of(cls, weight: Tensor, layout: Layout) -> _Shape:
         out, channels, kernel = weight.shape[0] // layout.matrices, weight.shape[1], tuple(weight.shape[2:])
-        ones = (1,) * len(kernel)
-        strides = zip(kernel, layout.stride or ones, layout.dilation or ones, strict=True)
+        strides = zip(kernel, *layout.per_axis(len(kernel)), strict=True)
         block = tuple(min(k, s // gcd(s, d)) for k, s, d in strides)
         degrees = [k - b for k, b in zip(kernel, block, strict=True)]
         axes = tuple(axis for step in range(max(degrees, default=0)) for axis, e in enumerate(degrees) if step < e)
@@ -218,9 +217,7 @@ class OrthogonalConv(Parametrization):
             taps, read = taps_of(weight, layout), taps_of(torch.ones_like(weight), layout)
             taps = Taps(taps.matrices[..., read.matrices[0].amax((0, 1)) > 0], taps.positions)
             symbols = taps.symbol(frequencies([2 * reach + 1 for reach in taps.reach], weight))
-        small = symbols if symbols.shape[-2] <= symbols.shape[-1] else symbols.mH
-        defect = small @ small.mH - torch.eye(small.shape[-2], dtype=small.dtype, device=small.device)
-        return bool(defect.abs().max() <= limit)
+        return bool(defect_of(symbols) <= limit)
 
 
 def _precise(matrices: Tensor) -> Tensor:

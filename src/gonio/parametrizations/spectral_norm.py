@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from gonio.editing.edit import Edit, Edited
+from gonio.editing.memory import version_of
 from gonio.editing.steps import expect_steps_, watch
 from gonio.editing.where import sites
 from gonio.errors import InvalidArgumentError, NoMatchError
@@ -217,7 +218,7 @@ class SpectralNorm(Parametrization):
         current = self._is_current()
         count_uncounted_steps()
         super().track(raw)
-        self._followed = (None if raw is None else _version(raw)) if current else STALE_VERSION
+        self._followed = (None if raw is None else version_of(raw)) if current else STALE_VERSION
 
     def release(self) -> nn.Parameter | None:
         self._followed = None if self._is_current() else STALE_VERSION  # the next version is the one to follow
@@ -237,7 +238,6 @@ class SpectralNorm(Parametrization):
             "_followed": version,
             "_written": STALE_VERSION,
             "_evaluated": None,
-            "_found": None,
         }
 
     @property
@@ -264,7 +264,7 @@ class SpectralNorm(Parametrization):
     def _is_current(self) -> bool:
         """Whether the vectors belong to the present values of the trained Parameter."""
         raw = self.trained
-        return self._followed is None or (raw is not None and self._followed == _version(raw))
+        return self._followed is None or (raw is not None and self._followed == version_of(raw))
 
     @torch.no_grad()
     def _belongs_to(self, raw: Tensor | None) -> bool:
@@ -292,14 +292,14 @@ class SpectralNorm(Parametrization):
         if not ordinary_eager(vectors):
             return
         state = self.__dict__  # itself: `nn.Module.__setattr__` is a slow search
-        now = _version(trained)
+        now = version_of(trained)
         if state["_followed"] is None:
             state["_followed"] = now
         if state["_followed"] == now:
             state["_evaluated"] = None
         elif state["training"]:
-            if state["_written"] != _version(vectors) and self._belongs_to(whole(raw)):  # loaded with the weight
-                state.update(_followed=now, _evaluated=None, _written=_version(vectors))
+            if state["_written"] != version_of(vectors) and self._belongs_to(whole(raw)):  # loaded with the weight
+                state.update(_followed=now, _evaluated=None, _written=version_of(vectors))
             else:
                 self.tick_(raw)
         elif state["_evaluated"] is None or state["_evaluated"][0] != now:
@@ -324,13 +324,14 @@ class SpectralNorm(Parametrization):
         """Advance the vectors by power iterations for the trained tensor `raw`, in place."""
         compiled = torch.compiler.is_compiling()
         if not compiled:
-            self.__dict__.update(_followed=None if self.trained is None else _version(self.trained), _evaluated=None)
+            self.__dict__.update(_followed=None if self.trained is None else version_of(self.trained), _evaluated=None)
         if self.view_impl is None:
             return
         if compiled or iterations > 1 or not self._find_on_cpu(raw):
             self._iterate_(whole(raw.detach()), iterations)
         if not compiled:
-            self.__dict__["_written"] = _version(self._buffers["u"])
+            vectors: Any = self._buffers["u"]
+            self.__dict__["_written"] = version_of(vectors)
 
     @torch.no_grad()
     def _iterate_(self, raw: Tensor, iterations: int) -> None:
@@ -363,11 +364,6 @@ class SpectralNorm(Parametrization):
 
     def _stored(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._buffers.items() if value is not None}
-
-
-def _version(raw: Any) -> int:
-    """torch's count of changes in place; 0 for tensors of inference mode, which have none."""
-    return 0 if raw.is_inference() else int(raw._version)
 
 
 def _view_of(view: Of, layout: Layout, weight: Tensor) -> SpectralView:

@@ -24,7 +24,7 @@ from gonio.geometry.conv_operator import frequencies
 from gonio.geometry.lanczos import spectral_norm
 from gonio.geometry.norms import least_norm, normalize, safe_norm
 from gonio.geometry.views import Layout, from_matrices, matrix_view
-from gonio.seeding import generator
+from gonio.seeding import normal
 
 # Note [Following the largest singular value]
 # A power iteration of one vector loses the largest singular value where another one overtakes it: after single steps of
@@ -172,7 +172,7 @@ class ConvolutionView(SpectralView):
         return cls(layout, shape, _taps(layout, shape).margin)
 
     def measured(self, weight: Tensor) -> float:
-        grid, stride = _taps(self.layout, self.shape).grid, _stride(self.layout, self.shape)
+        grid, stride = _taps(self.layout, self.shape).grid, self.layout.per_axis(len(self.shape) - 2)[0]
         finer = [2 * n * s for n, s in zip(grid, stride, strict=True)]
         return float(conv_spectral_norm_estimate(weight, finer, layout=self.layout))
 
@@ -284,7 +284,8 @@ def _taps(layout: Layout, shape: torch.Size, device: torch.device | None = None)
     key = (layout.stride, layout.dilation, shape[2:], device)
     if key in _TAPS:
         return _TAPS[key]
-    made = _new_taps(_stride(layout, shape), layout.dilation, shape[2:]) if device is None else _taps(layout, shape)
+    steps = layout.per_axis(len(shape) - 2)
+    made = _new_taps(*steps, shape[2:]) if device is None else _taps(layout, shape)
     if device is not None:
         made = made.to(device)
     if type(made.step) is Tensor:  # not a fake tensor of a compiler
@@ -294,7 +295,7 @@ def _taps(layout: Layout, shape: torch.Size, device: torch.device | None = None)
 
 def _new_taps(stride: tuple[int, ...], dilation: tuple[int, ...], kernel: torch.Size) -> _Taps:
     # at stride 1 the dilation only renames frequencies
-    spread = dilation if dilation and prod(stride) > 1 else (1,) * len(kernel)
+    spread = dilation if prod(stride) > 1 else (1,) * len(kernel)
     taps = [[t * d for t, d in zip(tap, spread, strict=True)] for tap in product(*(range(k) for k in kernel))]
     step_of_tap = [tuple(t // s for t, s in zip(tap, stride, strict=True)) for tap in taps]
     steps = sorted(set(step_of_tap))
@@ -314,10 +315,6 @@ def _new_taps(stride: tuple[int, ...], dilation: tuple[int, ...], kernel: torch.
     return _Taps(step, torch.tensor(phase, device="cpu"), prod(stride), grid, angle, margin)
 
 
-def _stride(layout: Layout, shape: torch.Size) -> tuple[int, ...]:
-    return layout.stride or (1,) * len(shape[2:])
-
-
 def _unit(x: Tensor) -> Tensor:
     """Each matrix of a stack over its Frobenius norm; a zero matrix stays zero."""
     return x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_min(least_norm(x.dtype))
@@ -335,8 +332,7 @@ def _unit_or(vectors: Tensor, fallback: Tensor, dims: tuple[int, ...], sign: Ten
 
 def _random_vectors(shape: Sequence[int], like: Tensor) -> Tensor:
     """Unit vectors along the last dimension; they depend on the shape alone."""
-    # CPU numbers on every device, so that a model starts equal wherever it lives.
-    drawn = torch.randn(*shape, generator=generator(0, "spectral norm", *shape), dtype=torch.float64, device="cpu")
+    drawn = normal(shape, 0, "spectral norm", *shape, dtype=torch.float64)
     return (drawn / safe_norm(drawn, -1, keepdim=True)).to(like)
 
 

@@ -29,7 +29,7 @@ from gonio.geometry.views import has_filters
 from gonio.seeding import state_kept
 from gonio.surgery.equivalent import call, examples_for
 from gonio.surgery.facts import TABLES
-from gonio.surgery.products import tensors_of
+from gonio.surgery.products import returned, tensors_of
 
 _Nodes = dict[Any, str]  # by the node of autograd that made an output: the path of its layer, or a parameter's name
 _Uses = dict[str, set[bool | None]]  # by name: whether filters are on dim 1; None for another function
@@ -132,9 +132,7 @@ def _from_mode(model: nn.Module, example: Any, *, training: bool, on_shapes: boo
         for path, layer in layers.items():
             hooks.enter_context(layer.register_forward_hook(partial(record, path)))
         outputs = call(twin, inputs)
-    direct = outputs.values() if isinstance(outputs, Mapping) else outputs
-    direct = direct if not isinstance(direct, Tensor) else (direct,)
-    ends = [tensor.grad_fn for tensor in direct if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
+    ends = [tensor.grad_fn for tensor in returned(outputs) if tensor.grad_fn is not None]
     last = {path for end in ends for path in _last(end, made)}
     return {path for path in last if path not in layers or has_filters(layers[path])}, functions.uses
 

@@ -12,7 +12,7 @@ from functools import partial
 from torch import nn
 
 from gonio.editing.edit import Edited
-from gonio.editing.where import Where, left_out, require_model, why_not
+from gonio.editing.where import Where, left_out, modules_at, require_model, why_not
 from gonio.errors import (
     GonioError,
     InvalidArgumentError,
@@ -209,7 +209,7 @@ def assign(rules: Mapping[str, tuple[Rule, ...]], model: nn.Module, *, origin: s
     require_model(model, origin)
     uses_ends = any(rule.where in ENDS for ordered in rules.values() for rule in ordered)
     ends, assumed = _ends(model) if uses_ends else ({}, "")  # finding them traces the model
-    modules = {site.path: site.module for site in sites(model)}
+    modules = modules_at(model)
     found: list[Assignment] = []
     unmatched: list[str] = []
     refusals: list[str] = []

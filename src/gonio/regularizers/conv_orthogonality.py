@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gonio.geometry.norms import safe_norm, whole
+from gonio.geometry.norms import safe_norm, small_side, whole
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer
-from gonio.regularizers.orthogonality import small_side
 
 # Note [Products of taps]
 # The inner products of filters at all shifts τ are matrices C(τ) = Σ_t K_{t+τ} K_tᵀ, the coefficients of the polynomial
@@ -111,7 +110,7 @@ class ConvOrthogonality(WeightRegularizer):
         if weight.shape[2:].numel() == 1:
             return weight.new_zeros(())
         rows, cols = weight.shape[0] // layout.groups, weight.shape[1]
-        reach = cols * torch.Size(_per_axis(layout.stride, weight)).numel()
+        reach = cols * torch.Size(layout.per_axis(weight.ndim - 2)[0]).numel()
         return weight.new_tensor(layout.groups * max(0, rows - reach) ** 0.5)
 
 
@@ -131,7 +130,7 @@ def _distances(weight: Tensor, layout: Layout) -> Tensor:
 
 def _form(weight: Tensor, layout: Layout) -> _Form:
     """The form for a kernel of this geometry, in its dtype and on its device."""
-    key = weight.shape[2:], _per_axis(layout.stride, weight), _per_axis(layout.dilation, weight)
+    key = weight.shape[2:], *layout.per_axis(weight.ndim - 2)
     at = *key, weight.dtype, weight.device
     compiled = torch.compiler.is_compiling()  # asked first: a compiled graph would be guarded by what the table holds
     if not compiled and at in _FORMS:
@@ -207,7 +206,3 @@ def _on_the_circle(steps: Steps, reach: Sequence[int]) -> _Form:
 
 def _matrix(values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-def _per_axis(values: tuple[int, ...], weight: Tensor) -> tuple[int, ...]:
-    return values or (1,) * (weight.ndim - 2)

@@ -10,17 +10,12 @@ from torch import Tensor
 
 from gonio.execution import replicated
 from gonio.geometry.chance import welch_bound
-from gonio.geometry.norms import normalize, safe_norm, whole
+from gonio.geometry.norms import normalize, safe_norm, small_side, whole
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, identity_like
 from gonio.regularizers.kernels import defect_and_gradient, worst_entry_and_gradient
 
 Filters = Literal["raw", "unit"]
-
-
-def small_side(matrix: Tensor) -> Tensor:
-    """The matrices with the smaller side as rows: W or its transpose; a view."""
-    return matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +68,8 @@ class Orthogonality(WeightRegularizer):
         matrix = matrix_view(weight, layout)
         if self.filters == "unit":
             return Evaluation(_defect(normalize(matrix), diagonal=False).square().sum())
-        return Evaluation(
-            _defect(small_side(matrix) if self.diagonal else matrix, diagonal=self.diagonal).square().sum()
-        )
+        matrix = small_side(matrix) if self.diagonal else matrix
+        return Evaluation(_defect(matrix, diagonal=self.diagonal).square().sum())
 
     def _closed_form(self, weight: Tensor, layout: Layout, state: Tensor | None) -> tuple[Evaluation, Tensor]:
         matrix = matrix_view(weight, layout)
@@ -87,7 +81,7 @@ class Orthogonality(WeightRegularizer):
         return Evaluation(value), gradient
 
     def _lower_bound(self, weight: Tensor, layout: Layout) -> Tensor:
-        if self.diagonal and self.filters == "raw":
+        if self.draws_norms:
             return weight.new_zeros(())
         matrix = matrix_view(weight, layout)
         return _welch_floor(normalize(matrix) if self.filters == "unit" else matrix).sum()

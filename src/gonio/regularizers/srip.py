@@ -10,11 +10,10 @@ from torch import Tensor
 
 from gonio.errors import SecondDerivativeError
 from gonio.execution import is_sharded, replicated
-from gonio.geometry.norms import normalize, safe_norm
+from gonio.geometry.norms import normalize, safe_norm, small_side
 from gonio.geometry.views import Layout, matrix_view
 from gonio.regularizers.base import Evaluation, WeightRegularizer, replicated_like, require
 from gonio.regularizers.kernels import stretch_and_gradient
-from gonio.regularizers.orthogonality import small_side
 
 GOLDEN = 0.6180339887498949
 

@@ -18,13 +18,12 @@ from gonio.editing.where import require_model, unwrapped
 from gonio.errors import first_line, listing
 from gonio.execution import derivatives
 from gonio.messages import say
-from gonio.seeding import generator
 from gonio.surgery.blocks import Anatomy, Attention, Logits, Mlp
 from gonio.surgery.equivalent import generated_example
 from gonio.surgery.logits import Sides
 from gonio.surgery.planned import planned
-from gonio.surgery.products import LAYERS, MASKED
-from gonio.surgery.recording import Call, Part, Product, Recording, noise_like, record, same
+from gonio.surgery.products import LAYERS, MASKED, returned
+from gonio.surgery.recording import Call, Part, Product, Recording, noise_like, random_mask, record, same
 
 _SAMPLED = 16  # entries of a query that are looked at where they are not as many as the rows of a head
 _Sources = dict[int, frozenset[int]]  # channels of the outputs of calls, by the number of the call
@@ -109,12 +108,13 @@ def _taken_apart(model: nn.Module, run: Recording) -> Anatomy:
     names: dict[int, list[str]] = {}
     for name, parameter in run.parameters.items():
         names.setdefault(id(parameter), []).append(name)
+    direct = [x for x in returned(run.outputs) if x.is_floating_point() and x.ndim]
     arounds = Counter(block.around for block in blocks.values()) + Counter(list(unknown))
     return Anatomy(
         tuple(replace(block, alone=arounds[block.around] == 1) for block in blocks.values()),
         tuple(dict.fromkeys(mlp for mlp in _mlps(run) if mlp.down.tensor not in read)),
         tuple(dict.fromkeys(name for name, _ in run.tables)),
-        tuple(dict.fromkeys(call.tensor for x in _direct(run.outputs) if (call := _one(run, x)) is not None)),
+        tuple(dict.fromkeys(call.tensor for x in direct if (call := _one(run, x)) is not None)),
         tuple(dict.fromkeys(call.tensor for _, x in run.chosen if (call := _one(run, x)) is not None)),
         tuple(run.norms),
         tuple(tuple(each) for each in names.values() if len(each) > 1),
@@ -122,12 +122,6 @@ def _taken_apart(model: nn.Module, run: Recording) -> Anatomy:
         tuple(dict.fromkeys((call.tensor, call.out_dim > call.in_dim) for call in run.calls if call.out_dim and
                             call.in_dim and run.parameters[call.tensor].ndim == 3)),
     )  # fmt: skip
-
-
-def _direct(outputs: Any) -> list[Tensor]:
-    direct = outputs.values() if isinstance(outputs, Mapping) else outputs
-    direct = direct if isinstance(direct, (tuple, list, type({}.values()))) else (direct,)
-    return [x for x in direct if isinstance(x, Tensor) and x.is_floating_point() and x.ndim]
 
 
 def _block_of(model: nn.Module, run: Recording, product: Product) -> Attention | str:
@@ -468,15 +462,9 @@ def _halves(found: list[tuple[Call, Tensor]], units: int, positions: int) -> lis
 
 def _entrywise(reader: Call, calls: Sequence[Call], halves: Sequence[_Half]) -> bool:
     """Whether each entry of what a layer reads depends on one entry of each part alone, at the same position."""
-    shown = (
-        torch.rand(reader.x.shape, generator=generator(1, "anatomy"), device="cpu", dtype=torch.float32).to(
-            reader.x.device
-        )
-        < 0.5
-    )
-    gradients = derivatives(
-        (reader.x * noise_like(reader.x, "anatomy") * shown).sum(), [c.out for c in calls], retain_graph=True
-    )
+    shown = random_mask(reader.x.shape, "anatomy", 1).to(reader.x.device)
+    total = (reader.x * noise_like(reader.x, "anatomy") * shown).sum()
+    gradients = derivatives(total, [call.out for call in calls], retain_graph=True)
     for _, n, channels in halves:
         mine = gradients[n].movedim(calls[n].channel, -1)[..., channels]
         if bool((mine[~shown.movedim(reader.channel, -1).reshape(mine.shape)] != 0).any()):

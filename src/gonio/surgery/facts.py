@@ -25,6 +25,7 @@ from gonio.editing.twin import copy_of
 from gonio.editing.where import require_model
 from gonio.errors import InvalidArgumentError
 from gonio.geometry.certified import nonnegative_norm
+from gonio.nn.conversion import computes_as
 from gonio.seeding import generator, state_kept
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -175,24 +176,6 @@ def has_changing_hooks(module: nn.Module) -> bool:
 
 
 # --- which forward runs -------------------------------------------------------------------------------
-
-
-def computes_as(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether the module is of one of these classes and runs that class's own forward.
-
-    Example:
-        >>> from gonio.surgery.facts import computes_as
-        >>> class Halved(nn.Linear):
-        ...     def forward(self, x):
-        ...         return super().forward(x) / 2
-        >>> computes_as(nn.Linear(2, 2), (nn.Linear,)), computes_as(Halved(2, 2), (nn.Linear,))
-        (True, False)
-    """
-    kind = next((kind for kind in kinds if isinstance(module, kind)), None)
-    if kind is None or "forward" in vars(module):
-        return False
-    methods = ("forward", "_conv_forward")
-    return all(getattr(type(module), method, None) is getattr(kind, method, None) for method in methods)
 
 
 def computes_plainly(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from gonio.editing.twin import in_mode, twin_of, without_wrappers
 from gonio.editing.where import unwrapped
 from gonio.geometry.views import why_not_dense
 from gonio.messages import fixed, say
+from gonio.nn.conversion import computes_as
 from gonio.parametrizations.mechanism import without_steps
 from gonio.seeding import state_kept
 from gonio.surgery.facts import (
@@ -36,7 +37,6 @@ from gonio.surgery.facts import (
     UNKNOWN,
     WEIGHTED,
     Facts,
-    computes_as,
     computes_plainly,
     facts_of,
     has_changing_hooks,

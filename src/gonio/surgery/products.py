@@ -168,6 +168,12 @@ def floats_in(result: Any) -> list[Tensor]:
     return [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def returned(outputs: Any) -> list[Tensor]:
+    """The tensors that a model returns itself or in one tuple, list or dict, in their order."""
+    direct = [*outputs.values()] if isinstance(outputs, Mapping) else outputs
+    return [x for x in (direct if isinstance(direct, (tuple, list)) else (direct,)) if isinstance(x, Tensor)]
+
+
 def tensors_of(args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments of a function, also in lists, in their order."""
     found = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gonio.editing.twin import twin_of
-from gonio.editing.where import Site, refuse_shards, sites, unwrapped
+from gonio.editing.where import Site, refuse_shards, sites_at, unwrapped
 from gonio.errors import AlreadyAppliedError, NoMatchError, NotApplicableError, with_article
 from gonio.nn import QKNormLinear
 from gonio.nn.conversion import share_
@@ -115,7 +115,7 @@ def qk_norm(model: nn.Module, *, example: Any = None, eps: float = 1e-6) -> QKNo
     inner = unwrapped(model)
     given = generated_example(inner) if example is None else example
     found = anatomy(inner, example=given)
-    at = {path: site for site in sites(inner) for path in (site.path, *site.aliases)}
+    at = sites_at(inner)
     stays = dict(found.unknown) | _refused(found.attention, at)
     _spread_(stays, found.attention)
     able = [block for block in found.attention if block.path not in stays]
@@ -219,7 +219,7 @@ def _unequal(
 ) -> dict[str, str]:
     """The blocks whose queries or keys still differ in length if the rows of every head are normalised."""
     twin, coarsest = twin_of(model), _EQUAL
-    known = {path: site for site in sites(twin) for path in (site.path, *site.aliases)}
+    known = sites_at(twin)
     for path, heads in layers.items():
         layer = known[path].module
         new = _with_random_weights(layer, heads)

@@ -26,7 +26,7 @@ from gonio.editing.twin import evaluating, twin_of
 from gonio.editing.where import sites
 from gonio.execution import as_usual_saved
 from gonio.messages import say
-from gonio.seeding import generator
+from gonio.seeding import generator, normal
 from gonio.surgery import facts
 from gonio.surgery.equivalent import call, fitting
 from gonio.surgery.products import CONVOLUTIONS, LAYERS, Product, Products, tensors_of
@@ -435,7 +435,6 @@ def record(model: nn.Module, example: Any) -> Recording:
             if facts.facts_of(module).attends is not None:
                 ends.enter_context(module.register_forward_hook(recorder._kernel_hook, with_kwargs=True))
             ends.enter_context(module.register_forward_hook(recorder.leave, always_call=True))
-        torch.default_generator.manual_seed(0)
         with recorder:
             recorder.run.outputs = call(plain, example)
     return recorder.run
@@ -468,7 +467,12 @@ def _gains_of(norm: nn.Module, x: Tensor) -> list[str]:
 
 def noise_like(x: Tensor, name: str, number: int = 0) -> Tensor:
     """Normal numbers, drawn for this name and number, in the shape, dtype and device of `x`."""
-    return torch.randn(x.shape, generator=generator(number, name), device="cpu", dtype=torch.float32).to(x)
+    return normal(x.shape, number, name).to(x)
+
+
+def random_mask(shape: Sequence[int], name: str, number: int) -> Tensor:
+    """Truth values, about half of them true, drawn for this name and number, on the CPU."""
+    return torch.rand(tuple(shape), generator=generator(number, name), device="cpu", dtype=torch.float32) < 0.5
 
 
 def same(a: Tensor, b: Tensor, share: float | None = None) -> bool:

@@ -27,7 +27,6 @@ from gonio.surgery.equivalent import SAME_OUTPUTS, SameFunction, call, first_inp
 from gonio.surgery.facts import WEIGHTED, computes_plainly
 from gonio.surgery.graph import trace
 
-# largest relative deviation of the outputs that is rounding and not a mistake
 _STARTS = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}  # of a batch norm's channel
 _EXPECTED = 1e-4  # proportional pairs of random filters, from which on such pairs tell nothing
 

@@ -355,11 +355,7 @@ class TwinTrial(ABC, Generic[Change]):
         return self._before[training]
 
     def _run(self, values: Mapping[str, Tensor], *, training: bool) -> list[Tensor]:
-        devices = sorted({p.device.index for p in self.parameters.values() if p.device.type == "cuda"})
         with evaluating(self.model) as plain, torch.no_grad():
-            torch.default_generator.manual_seed(0)
-            for index in devices:
-                torch.cuda.default_generators[index].manual_seed(0)
             changed = {**self.start, **values}
             tried = {name: nn.Parameter(value, requires_grad=False) for name, value in changed.items()}
             for module in plain.modules() if plain is not unwrapped(self.model) else ():

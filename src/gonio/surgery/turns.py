@@ -19,7 +19,7 @@ from gonio.seeding import generator
 from gonio.surgery.anatomy import Attention, anatomy
 from gonio.surgery.gains import not_run
 from gonio.surgery.products import floats_in
-from gonio.surgery.recording import Call, Normed, Part, Recording, noise_like, record
+from gonio.surgery.recording import Call, Normed, Part, Recording, noise_like, random_mask, record
 from gonio.surgery.symmetries import Confirmed, OfBlocks, Symmetry, TwinTrial, confirmed, of_values
 
 VALUES, STREAM = "values", "stream"
@@ -352,7 +352,7 @@ class _Spaces:
             for leaf in sources:
                 self._space(leaf).why_not = say("{name} reads complex numbers", name=name)
             return
-        shown = torch.rand(size, generator=generator(3, "turns"), device="cpu", dtype=torch.float32).to(x.device) < 0.5
+        shown = random_mask((size,), "turns", 3).to(x.device)
         masked = noise * shown.view([size if d == channel % x.ndim else 1 for d in range(x.ndim)]).to(noise)
         some = self._sources(x, masked)
         added = [leaf for leaf in sources if leaf.size == size and not _reaches(some.get(leaf), leaf.channel, ~shown)]

@@ -18,7 +18,7 @@ from gonio.geometry.chance import random_coherence
 from gonio.geometry.norms import computed_in
 from gonio.geometry.spectra import energy_rank, spectrum_estimate
 from gonio.geometry.subspaces import CONSIDERED, THRESHOLD, BaseDirections
-from gonio.seeding import generator
+from gonio.seeding import generator, normal
 
 FILTERS, SAMPLED = 1024, 512  # of one matrix: up to so many, all products are compared, else those of a sample
 MATRICES = 16  # of one weight, at most, whose directions are compared
@@ -340,7 +340,7 @@ def _intruders_by_chance(bases: Sequence[BaseDirections], before: Tensor, moved:
     _, n, d = before.shape
     places: list[int] = []
     for i, (base, old) in enumerate(zip(bases, before, strict=True)):
-        draw = torch.randn(n, d, generator=generator(0, "random change", name, i), device="cpu", dtype=torch.float32)
+        draw = normal((n, d), 0, "random change", name, i)
         changed = draw.to(old.device, computed_in(old.dtype)).mul_(moved / sqrt(before.numel())).add_(old)
         places += base.intruders(changed).numbers
     return places

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gonio.editing.where import modules_at
 from gonio.errors import first_line
 from gonio.geometry.norms import computed_in
 from gonio.messages import say
 from gonio.seeding import state_kept
-from gonio.surgery import Anatomy, Attention, sites
+from gonio.surgery import Anatomy, Attention
 from gonio.surgery.equivalent import call
 from gonio.surgery.observing import (
     ONE_SAMPLE,
@@ -185,7 +186,7 @@ def logits_on(model: nn.Module, batch: Any, found: Anatomy) -> tuple[tuple[HeadL
     Args:
         model: in evaluation mode; it runs once. `found`: its anatomy.
     """
-    modules = {site.path: site.module for site in sites(model)}
+    modules = modules_at(model)
     observers, reasons = observers_of(found, modules, training=False)
     ends = observing(observers, modules, found)
     try:

@@ -22,13 +22,14 @@ from gonio.geometry import angles, layout_of, matrix_view
 from gonio.geometry.norms import whole
 from gonio.geometry.views import has_filters, why_not_dense
 from gonio.messages import say
+from gonio.nn.conversion import computes_as
 from gonio.parametrizations.parametrization import Parametrization
 from gonio.regularizers import SelfOrthogonality
-from gonio.seeding import generator
+from gonio.seeding import generator, normal
 from gonio.surgery import Site, sites
 from gonio.surgery.calibrate import own_buffers
 from gonio.surgery.equivalent import call, first_input
-from gonio.surgery.facts import CONVOLUTIONS, computes_as, facts_of
+from gonio.surgery.facts import CONVOLUTIONS, facts_of
 
 _OF_CHANNELS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 _OF_LAST = (nn.LayerNorm, nn.RMSNorm)
@@ -138,10 +139,7 @@ def _zero_by_zeroed_weights(
     if not layers or is_sharded(twin):
         return []
     zeroed = [p for p in twin.parameters() if p.is_floating_point() and not p.any()]
-    draws = [
-        torch.randn(p.shape, generator=generator(0, "zeroed weights", i), device="cpu", dtype=torch.float32)
-        for i, p in enumerate(zeroed)
-    ]
+    draws = [normal(p.shape, 0, "zeroed weights", i) for i, p in enumerate(zeroed)]
     changed = {id(p): nn.Parameter(1e-3 * d.to(p)) for p, d in zip(zeroed, draws, strict=True)}
     originals = {id(changed[id(p)]): p for p in zeroed}
     outputs = _Outputs(layers)
@@ -358,10 +356,7 @@ def _backward(model: nn.Module, batch: Any, layers: Sequence[nn.Module]) -> tupl
             roots = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
             if not roots:
                 return {}, "its output has no gradient"
-            draws = [
-                torch.randn(t.shape, generator=generator(0, "cotangent", i), device="cpu", dtype=torch.float32)
-                for i, t in enumerate(roots)
-            ]
+            draws = [normal(t.shape, 0, "cotangent", i) for i, t in enumerate(roots)]
             inputs = [*hooks.sources, *(p for p in model.parameters() if p.requires_grad)]
             along = [d.to(t) for d, t in zip(draws, roots, strict=True)]
             found = derivatives(roots, inputs, along, allow_unused=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from gonio.editing.where import as_selector, modules_at
 from gonio.measuring.findings.rules import RULES, Finding, Suppressed, unknown_rule
 from gonio.measuring.measurements import Measurements
-from gonio.surgery import as_selector, sites
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Suppression:
         rules = [("", code) for code in dict.fromkeys(self.ignore)]  # (selector, code); no selector: the whole model
         rules += [(where, code) for where, codes in self.per_layer for code in dict.fromkeys(codes)]
         owners = {tensor.path: tensor.name.rpartition(".")[0] for tensor in measured.tensors}
-        modules = {} if model is None else {site.path: site.module for site in sites(model)}
+        modules = {} if model is None else modules_at(model)
         unknown = nn.Module()  # the layer of a tensor that was read without its model
 
         def selects(where: str, finding: Finding) -> bool:

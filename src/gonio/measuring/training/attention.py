@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from gonio.editing.where import is_sharded
+from gonio.editing.where import is_sharded, modules_at
 from gonio.errors import NoMatchError, NotApplicableError
 from gonio.measuring.figures.attention import HeadLogits, LogitStatistics, observers_of
 from gonio.measuring.findings.model_rules import by_attention, one_token_heads
 from gonio.messages import say
-from gonio.surgery import anatomy, sites
+from gonio.surgery import anatomy
 from gonio.surgery.observing import observing
 
 ATTENTION = ("largest_logit", "entropy", "entropy_share", "one_token_heads")  # the columns of a CSV file, in this order
@@ -37,7 +37,7 @@ class AttentionFigures:
         if is_sharded(model):
             why, do = "its parameters are sharded", "Leave it out, or track a model with whole parameters."
             raise NotApplicableError("Tracker", "", why, do, action="find the attention of")
-        self._modules = {site.path: site.module for site in sites(model)}
+        self._modules = modules_at(model)
         self._found = anatomy(model, example=example)
         observers, self.left = observers_of(self._found, self._modules, training=True)
         if not observers:

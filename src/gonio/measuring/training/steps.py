@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gonio.editing.steps import computes_gradients
+from gonio.editing.where import modules_at
 from gonio.editing.wrappers import inner_optimizers, parameter_ids, real_optimizers
 from gonio.errors import InvalidArgumentError, with_article
 from gonio.execution import is_sharded, leaves_of
@@ -25,7 +26,6 @@ from gonio.measuring.training.equilibrium import Equilibrium, equilibrium
 from gonio.measuring.training.rotation import StepRotation, step_sums
 from gonio.measuring.training.shards import ShardSums, Sums, divided, local, of_rows, row_sums, why_not
 from gonio.optim.holding import step_of_hold
-from gonio.surgery import sites
 from gonio.surgery.graph import trace
 
 Asked = Literal["filter_rotation", "initial_angle", "gradient", "state", "attention"]
@@ -376,7 +376,7 @@ class StepFigures:
 
     def _parameters(self) -> Callable[[TensorEntry], list[Tensor]]:
         """A function that gives the parameters from which the weight of an entry is computed."""
-        modules = {site.path: site.module for site in sites(self._model)}
+        modules = modules_at(self._model)
 
         def parameters(entry: TensorEntry) -> list[Tensor]:
             path, _, name = entry.name.rpartition(".")
