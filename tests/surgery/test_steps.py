@@ -571,11 +571,16 @@ def test_an_optimizer_whose_step_calls_another_is_as_it_was_after_the_last_watch
     assert set(vars(other)) == before[1]  # of which no watch is
 
 
-def test_a_small_change_of_many_entries_in_half_precision_is_told() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8])
+def test_a_small_change_of_many_entries_is_told_in_every_dtype(dtype: torch.dtype) -> None:
     """The sum of 1000 entries in bfloat16 is a multiple of 4."""
-    weight = torch.ones(1000, dtype=torch.bfloat16)
+    weight = torch.ones(1000).to(dtype)
     before = sum_of(weight)
-    weight[0] = 1.5
+    weight[0] = 2
     assert differ(before, sum_of(weight))
-    weight[0] = torch.nan
+    assert not differ(sum_of(weight), sum_of(weight.clone()))
+
+
+def test_nan_is_no_change() -> None:
+    weight = torch.full((3,), torch.nan)
     assert not differ(sum_of(weight), sum_of(weight))

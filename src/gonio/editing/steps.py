@@ -218,7 +218,7 @@ def sum_of(weight: Tensor) -> Sum:
     """
     mine: Any = weight
     mine = mine.to_local() if is_sharded(weight) else weight
-    wide = torch.promote_types(mine.dtype, torch.float64)
+    wide = torch.complex128 if mine.is_complex() else torch.float64
     return mine.dtype, mine.device, "" if mine.is_meta else repr(mine.detach().sum(dtype=wide).item())
 
 
