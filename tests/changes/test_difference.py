@@ -26,6 +26,14 @@ def state(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def test_how_the_base_was_read_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "base.pt"
+    torch.save({"state_dict": state(), "ema": state(1)}, file)
+    of_base = (f"{file}: read from 'state_dict' of the checkpoint", f"{file}: not read: ema, of the same checkpoint")
+    assert difference(file, state(2)).notes == of_base
+    assert difference(file, file).notes == tuple(note.partition(": ")[2] for note in of_base)
+
+
 def test_norms_and_directions_are_told_apart() -> None:
     before, after = state(), state()
     after["conv.weight"] = before["conv.weight"] * 2

@@ -36,7 +36,7 @@ from gonio.measuring.figures.heads import ROLES, HeadChange, anatomy_of, head_ch
 from gonio.measuring.findings.rules import Finding, markdown_findings, render_findings, verdict, worst_first
 from gonio.measuring.journal import Journal
 from gonio.measuring.reading.entry import TensorEntry, layer_path, says_tied
-from gonio.measuring.reading.source import Source, name_of, watching
+from gonio.measuring.reading.source import Source, contents_of, name_of, watching
 from gonio.measuring.showing.page import changed_lanes, layer_map, render
 from gonio.measuring.showing.table import (
     PAGE,
@@ -354,7 +354,10 @@ def difference(
     with spread.journal_of(TensorDifference, (before, after)) as kept:
         held, (model,), rows = compared(before, [after], _row_alone, spread, progress, kept)
     found, heads = assembled(name_of(before), held, model, rows), _changed_heads(before, after)
-    return replace(found, heads=heads, findings=worst_first([*of_files(watched.changed()), *found.findings]))
+    own = (note for note in contents_of(before).notes if note not in found.notes)
+    read = [say("{source}: {note}", source=name_of(before), note=note) for note in own]
+    findings = worst_first([*of_files(watched.changed()), *found.findings])
+    return replace(found, heads=heads, findings=findings, notes=(*read, *found.notes))
 
 
 def _changed_heads(before: Source, after: Source) -> tuple[HeadChange, ...]:
