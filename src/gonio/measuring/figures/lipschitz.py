@@ -281,7 +281,8 @@ class UpperBounds(Interpreter):
         base, first = name.removesuffix("_"), node.args and node.args[0] in self.upper
         if name in _PRODUCTS and not kwargs and (first or base in ("mul", "imul")):
             factor = args[1] if first else args[0]
-            other = torch.as_tensor(factor, dtype=torch.float64).abs()
+            other = factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=torch.float64, device="cpu")
+            other = other.double().abs()
             return float(other.max() if "mul" in base else 1 / other.min()) * (1 + ROUNDING)
         if not first:
             return None
