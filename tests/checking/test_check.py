@@ -516,6 +516,24 @@ def test_one_entry_with_a_fault_in_its_exponent_is_named(dtype: torch.dtype) -> 
         assert said.endswith("is more than 10,000 times the root mean square of the others")
 
 
+@pytest.mark.parametrize("large", [1e160, 1e307])
+def test_squares_and_ratios_that_float64_cannot_hold(large: float) -> None:
+    tensors = state(dtype=torch.float64)
+    tensors |= {f"layers.{i}.down.bias": 1e-9 * seeded(24, seed=i, dtype=torch.float64) for i in range(6)}
+    tensors["alone"] = seeded(20, 30, dtype=torch.float64)
+    for name in ("layers.2.down.weight", "layers.3.down.bias", "alone"):
+        tensors[name].view(-1)[5] = large
+    result = gonio.check(tensors)
+    assert {(f.code, f.path) for f in result.findings} == {
+        ("G721", "layers.2.down"), ("G709", "layers.3.down.bias"), ("G721", "alone"),
+    }  # fmt: skip
+    assert result["alone"].norm == pytest.approx(large)
+    json.dumps(result.to_dict(), allow_nan=False)
+    tiny = gonio.check({"w": torch.full((4, 9), 1e-200, dtype=torch.float64)})["w"]
+    assert tiny.norm == pytest.approx(6e-200)
+    assert "G709" in {finding.code for finding in gonio.measure(tensors).findings}
+
+
 @pytest.mark.parametrize("held", [
     {"w": torch.full((20, 30), 1e-9).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(50.0))},
     {"w": seeded(20, 30).mul_(3.0).index_put((torch.tensor(3), torch.tensor(7)), torch.tensor(9e3))},

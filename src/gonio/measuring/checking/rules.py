@@ -214,9 +214,10 @@ def _one_entry(t: TensorCheck) -> str | None:
 def _has_outlier(t: TensorCheck) -> bool:
     if t.beside or t.norm is None or not is_matrix(t.shape) or t.entries < _FEWEST_ENTRIES:
         return False
-    largest = t.largest or 0.0
-    others = sqrt(max(t.norm**2 - largest**2, 0.0) / (t.entries - 1))
-    return largest > _HUGE and largest > _OUTWEIGHS * others
+    if not t.largest or t.largest <= _HUGE:
+        return False
+    others = sqrt(max((t.norm / t.largest) ** 2 - 1, 0.0) / (t.entries - 1))  # in units of the largest; no overflow
+    return _OUTWEIGHS * others < 1
 
 
 @rule("G709", VALUE_RULES)

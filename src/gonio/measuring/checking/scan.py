@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from math import inf, prod, sqrt
+from math import hypot, inf, prod, sqrt
 from typing import Any, NamedTuple
 
 import numpy
@@ -44,7 +44,7 @@ _PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch
 _STEP = numpy.uint64(0x9E37_79B9_7F4A_7C15)  # odd: joins the hashes of the pieces of a long row
 _SMALL = 1 << 18  # bytes; with tensors below it threads wait for the interpreter most of the time
 _ALIGNMENT = 64  # bytes, of memory of torch
-_FINE = (1e-15, 1e15)  # the largest entry of a chunk whose squares are summed in float32
+_FINE = (1e-15, 1e15)  # the largest entry of a chunk whose squares are summed as they are, in float32 or float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class _Statistics:
         self._zero, self._constant = numpy.ones(rows, bool), numpy.ones(rows, bool)
         self._hash = numpy.zeros(rows, numpy.uint64)
         self._first: Any = None  # of each row the bits of its first entry
-        self._squares, self._largest = 0.0, 0  # the largest magnitude: of floating-point numbers its bits
+        self._norm, self._largest = 0.0, 0  # the largest magnitude: of floating-point numbers its bits
         self._fine = tuple(_bits_of(limit, self._numbers) for limit in _FINE)
         self._nonfinite, self._minus, self._place = 0, 0, -1
         self._variances, self._negative = variances, 0
@@ -310,11 +310,13 @@ class _Statistics:
             self._negative += int((values < 0).sum())
         if values.dtype not in (torch.float32, torch.float64):
             values = self._wide[: len(values)].copy_(values)
+        scale = 1.0
         if top and not self._fine[0] < top < self._fine[1]:
-            values = values.double()
+            scale = _of_bits(top, self._numbers)
+            values = values.double() / scale
         elif values.data_ptr() % _ALIGNMENT:
             values = values.clone()
-        self._squares += float(torch.dot(values, values))
+        self._norm = hypot(self._norm, scale * sqrt(float(torch.dot(values, values))))
 
     def result(self, shape: tuple[int, ...], factor: int) -> dict[str, Any]:
         """The fields of :class:`TensorCheck`; a complex entry is two numbers (`factor`)."""
@@ -324,7 +326,7 @@ class _Statistics:
             "integers": not self._floating,
             "nonfinite": self._nonfinite,
             "negative": self._negative,
-            "norm": sqrt(self._squares) if self._floating else None,
+            "norm": self._norm if self._floating else None,
             "largest": largest,
             "zero": bool(zero.all()),
             "constant": bool(self._constant.all()) and bool((self._first == self._first[0]).all()),

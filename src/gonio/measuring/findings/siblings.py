@@ -17,6 +17,7 @@ FACTOR = 10.0  # of the norm from the median of the siblings
 DISTANCE = 8.0  # in units of the siblings' spread
 VECTORS = 1e4  # the norm of a vector, and its ratio to the median, above which it is named; of variances the squares
 FEWEST = 2  # siblings that tell that a matrix should not be 0
+_LARGEST_LOG = 709.0  # of a ratio that float64 can hold; faults in exponents exceed it
 LEAST_SPREAD = 0.05  # of log norms: those of fresh layers are equal to a fraction of a per cent
 
 
@@ -106,7 +107,8 @@ def _among(norms: list[float]) -> list[AmongSiblings]:
         if middle not in deviations:
             deviations[middle] = sorted(abs(other - middle) for other in logs)
         spread = max(1.4826 * _median_without(deviations[middle], abs(log - middle)), LEAST_SPREAD)
-        return AmongSiblings(siblings, math.exp(log - middle), abs(log - middle) / spread)
+        ratio = math.exp(min(log - middle, _LARGEST_LOG))
+        return AmongSiblings(siblings, ratio, abs(log - middle) / spread)
 
     return [place(norm) for norm in norms]
 
