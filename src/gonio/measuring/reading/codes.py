@@ -26,9 +26,7 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
         return (raw.unsqueeze(-1) >> shifts & (2**bits - 1)).flatten(-2)
     filled = nn.functional.pad(raw, (0, -raw.shape[-1] % bits)).unflatten(-1, (-1, bits)).long()
-    words = (filled << (8 * torch.arange(bits, device="cpu"))).sum(
-        -1
-    )  # eight codes in so many bytes as a code has bits
+    words = (filled << (8 * torch.arange(bits, device="cpu"))).sum(-1)  # eight codes, in so many bytes as one has bits
     return torch.stack([(words >> bits * n & (2**bits - 1)).to(torch.uint8) for n in range(8)], -1).flatten(-2)
 
 
