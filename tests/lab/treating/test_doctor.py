@@ -19,6 +19,7 @@ from gonio.lab import Split, Task, TrainingConfig
 from gonio.lab.tasks import Metric, resolve
 from gonio.lab.treating.doctor import best_scale
 from gonio.lab.treating.proof import held_out, study_of
+from gonio.lab.treating.treatment import TreatmentStep
 from gonio.measuring import explain
 from gonio.measuring.findings.remedies import PROOFS
 from gonio.measuring.findings.rules import HEAD_RULES, RULES, rule_texts
@@ -367,6 +368,11 @@ def test_of_a_state_dict_treatments_are_only_named() -> None:
     assert "pass the model" in treated.steps[0].proof
     with pytest.raises(gonio.GonioError, match="on a task or a batch, and compares it with a base; found OrderedDict"):
         gonio.doctor(damaged.state_dict(), task=task())
+
+
+def test_a_number_that_is_not_finite_is_written_as_null() -> None:
+    step = TreatmentStep("hold_", {"radius": float("nan"), "norm": "filters"}, ("G409",), "kept", "")
+    assert json.loads(json.dumps(step.to_dict(), allow_nan=False))["options"] == {"radius": None, "norm": "filters"}
 
 
 def test_shown_and_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from gonio.editing.edit import Edited
 from gonio.errors import listing
-from gonio.escaping import html_table, plain, write_text
+from gonio.escaping import html_table, json_data, plain, write_text
 from gonio.lab.judging.results import Results
 from gonio.lab.running.study import Study
 from gonio.measuring import Finding, Measurements
@@ -48,10 +48,11 @@ class TreatmentStep:
     results: Results | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the study's runs as JSON-able data."""
+        """Everything but the study's runs as JSON-able data; a number that is not finite is None."""
         content = {name: value for name, value in vars(self).items() if name != "results"}
         effect = None if self.results is None else asdict(self.results.effects[0])
-        return content | {"codes": list(self.codes), "options": dict(self.options), "effect": effect}
+        found: dict[str, Any] = json_data(content | {"options": dict(self.options), "effect": effect})
+        return found
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
